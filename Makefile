@@ -54,7 +54,7 @@ first-part: PART = $(FIRST)
 second-part: PART = $(SECOND)
 third-part: PART = $(THIRD)
 first-part second-part third-part: $(VENV)/.examples $(VENV)/.tests
-	@$(PYTEST) $(PART)
+	@$(PYTEST) $(if $(SLOW),--slow-part $(SLOW)) $(PART)
 
 deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/guards/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from zlib import crc32
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
@@ -19,6 +21,20 @@ settings.register_profile("zero3", deadline=None, suppress_health_check=[HealthC
 settings.register_profile("thorough", settings.get_profile("zero3"), derandomize=False, max_examples=3000)  # --hypothesis-profile thorough
 settings.register_profile("no_shrinking", settings.get_profile("zero3"), phases=[Phase.explicit, Phase.generate])  # for tests/mutation
 settings.load_profile("zero3")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-part", metavar="K/N", help="of the tests marked slow, run the K-th of N parts (the first is 0)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (part := config.getoption("slow_part")) is None:
+        return
+    number, parts = map(int, part.split("/"))
+    left = [item for item in items if item.get_closest_marker("slow") is not None and crc32(item.nodeid.encode()) % parts != number]
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish() -> None:

@@ -236,6 +236,7 @@ ROWS = {
     "quantize": Row(zero3.Int8(block_size=8), gathered_as, {FP32}, {FP32, BYTES}, trained="bias"),
     "offload": Row(PLACE, bytes_in_files, False, True),
     "gather_format": Row(zero3.Int8(), gathered_as, {FP32}, {BYTES}),
+    "master_dtype": Row(FP64, gradient_dtypes, {FP32}, {FP64}),
     "reduce_format": Row(zero3.Int8(), reduced_as, {("reduce_scatter", FP32)}, {("all_to_all", BYTES)}),
 }
 

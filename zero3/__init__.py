@@ -27,6 +27,7 @@ from .optim.gradients import full_gradients, named_gradients
 from .optim.norms import parameter_norms
 from .optim.param_groups import param_groups
 from .optim.set_trainable import set_trainable
+from .optim.several import OptimizerList
 from .optim.token_mean import backward
 from .planning.cluster import Cluster
 from .planning.plan import plan
@@ -47,6 +48,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "Int8",
     "MXFP4",
     "NF4",
+    "OptimizerList",
     "ParamInfo",
     "ShardingPolicy",
     "Zero3Layer",

@@ -104,8 +104,9 @@ class ShardingPolicy:
     """Every choice about sharding. It is the same on every rank.
 
     A wrong value raises when the policy is made. Chunks keep the dtype that the model was wrapped
-    in. They are the master copy, which the optimizer updates and checkpoints hold. A chunk is cast
-    before it is sent, so `param_dtype=torch.bfloat16` halves the bytes of every gather.
+    in, but for `master_dtype`. They are the master copy, which the optimizer updates and
+    checkpoints hold. A chunk is cast before it is sent, so `param_dtype=torch.bfloat16` halves the
+    bytes of every gather.
 
     Layers of a model may have policies of their own, but for what counts for the whole model:
     `dynamic`, `gradient_reduction`, `prefetch_depth`, `separate_backup_group`, `transactional`,
@@ -204,6 +205,14 @@ class ShardingPolicy:
             `Int8(stochastic=True)` has none. Sums over the replicas of a mesh stay exact. None: as
             they are. Where chunks are not cut (one rank, or a mesh with one shard), neither format
             does anything.
+        master_dtype: The dtype of trainable floating chunks, which the optimizer updates and
+            checkpoints hold. Values are converted once, when the model is sharded. Layers go on
+            computing in the parameters' own dtype, unless `param_dtype` says otherwise, and
+            gradients are added up in the dtype that layers compute in, unless `reduce_dtype` says
+            otherwise. So a bf16 model with `master_dtype=torch.float32` trains as its float32 copy
+            does with `param_dtype=torch.bfloat16`, and is loaded and saved (`save_pretrained`) in
+            bf16. What `set_trainable` freezes or thaws later keeps its dtype. None: the parameters'
+            own dtype.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -235,6 +244,7 @@ class ShardingPolicy:
     offload: str | os.PathLike[str] | None = None
     gather_format: Format | None = None
     reduce_format: Format | None = None
+    master_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
@@ -243,7 +253,7 @@ class ShardingPolicy:
             raise ValueError(
                 f"gradient_reduction must be 'mean' or 'sum', found {self.gradient_reduction!r}"
             )
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype", "master_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype or None, found {dtype!r}")
@@ -364,30 +374,28 @@ def dtypes_at_the_edges(policy: ShardingPolicy) -> tuple[torch.dtype | None, tor
     return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
 
 
-def compute_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
-    """The dtype of the full buffer for a chunk of dtype `stored`."""
-    return (
-        policy.param_dtype
-        if policy.param_dtype is not None and stored.is_floating_point
-        else stored
-    )
+def master_dtype(policy: ShardingPolicy, own: torch.dtype) -> torch.dtype:
+    """The dtype of the chunk of parameters of dtype `own` that train."""
+    chosen = policy.master_dtype
+    return chosen if chosen is not None and own.is_floating_point else own
 
 
-def gradient_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
-    """The dtype of the full gradient, and of its reduction, for a chunk of dtype `stored`."""
-    return (
-        policy.reduce_dtype
-        if policy.reduce_dtype is not None and stored.is_floating_point
-        else compute_dtype(policy, stored)
-    )
+def compute_dtype(policy: ShardingPolicy, own: torch.dtype) -> torch.dtype:
+    """The dtype of the full buffer for parameters of dtype `own`."""
+    return policy.param_dtype if policy.param_dtype is not None and own.is_floating_point else own
 
 
-def gradient_itemsize(policy: ShardingPolicy, stored: torch.dtype) -> int:
-    """The bytes of an element of the gradient `[S]` of a chunk of dtype `stored`, and of the wider
-    sum that is kept beside it.
-    """
-    lands, added = landed_dtype(policy, stored), added_dtype(policy, stored)
-    return lands.itemsize + added.itemsize * (added != lands)
+def gradient_dtype(policy: ShardingPolicy, computes: torch.dtype) -> torch.dtype:
+    """The dtype of the full gradient, and of its reduction, if layers compute in `computes`."""
+    chosen = policy.reduce_dtype
+    return chosen if chosen is not None and computes.is_floating_point else computes
+
+
+def dtypes_kept(
+    policy: ShardingPolicy, stored: torch.dtype, computes: torch.dtype
+) -> list[torch.dtype]:
+    """The dtypes of what is kept of a gradient `[S]`: of itself, and of a wider sum beside it."""
+    return list({landed_dtype(policy, stored), added_dtype(policy, stored, computes)})
 
 
 def rests_in(policy: ShardingPolicy) -> Literal["device", "cpu", "disk"]:
@@ -435,12 +443,12 @@ def landed_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     )
 
 
-def added_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
+def added_dtype(policy: ShardingPolicy, stored: torch.dtype, computes: torch.dtype) -> torch.dtype:
     """The dtype in which the gradients of several backwards are added up: that in which they land,
     or the wider one they come in.
     """
     # such gradients are summed in float32
     in_format = policy.reduce_format is not None and stored.is_floating_point
-    reduced = torch.float32 if in_format else gradient_dtype(policy, stored)
+    reduced = torch.float32 if in_format else gradient_dtype(policy, computes)
     lands = landed_dtype(policy, stored)
     return reduced if reduced.itemsize > lands.itemsize else lands

@@ -235,7 +235,11 @@ def _check_together(partition: _Partition) -> None:
         for sites in find_parameters(partition.root.module, lambda module: False)
         if id(sites.parameter) not in ignored
     ]
-    check_parameters(everything, partition.root.dtype, type(partition.root.module).__name__)
+    policies = [request.policy for request in (partition.root, *partition.layers)]
+    # a layer with masters looks at their dtype itself
+    alike = all(isinstance(p, ShardingPolicy) and p.master_dtype is None for p in policies)
+    dtype = partition.root.dtype if alike else None
+    check_parameters(everything, dtype, type(partition.root.module).__name__)
 
 
 def _check_adapters(model: nn.Module) -> None:

@@ -61,6 +61,26 @@ def test_the_same_files_as_transformers_writes(name: str, world_size: int, tmp_p
 
 
 @WORLDS
+def test_masters_are_loaded_from_and_written_in_the_models_own_dtype(world_size: int, tmp_path: Path) -> None:
+    plain = ARCHITECTURES["Llama"].build().to(torch.bfloat16).eval()
+    plain.save_pretrained(tmp_path / "theirs")
+    models = [on_meta(plain) for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> None:
+        policy = zero3.ShardingPolicy(master_dtype=torch.float32)
+        model = zero3.shard(models[group.rank], process_group=process_group(group), policy=policy)
+        zero3.load_pretrained(model, tmp_path / "theirs")
+        assert {chunk.dtype for chunk in zero3.get_trainable_chunk(model)} == {torch.float32}
+        zero3.save_pretrained(model, tmp_path / "ours")
+        zero3.save_pretrained(model, tmp_path / "masters", dtype=torch.float32)
+
+    run_ranks(world_size, body)
+    theirs = contents(tmp_path / "theirs")
+    assert_same_bits(contents(tmp_path / "ours"), theirs)
+    assert_same_bits(contents(tmp_path / "masters"), {name: value.float() for name, value in theirs.items()})
+
+
+@WORLDS
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "Mixtral"])
 def test_max_shard_size_gives_several_files_and_load_pretrained_reads_them(name: str, world_size: int, tmp_path: Path) -> None:
     build = ARCHITECTURES[name].build

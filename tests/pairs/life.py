@@ -328,6 +328,10 @@ class Plain(Side):
             for name, p in self.model.named_parameters():
                 if self.is_quantised(name):
                     p.data = kind.dequantize(kind.quantize(p.data), p.dtype)
+        self.own = {name: p.dtype for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and not self.is_ignored(name, p):
+                p.data = p.data.to(life.policy.master_dtype or p.dtype)
         self.make_optimizer()
 
     def is_quantised(self, name: str) -> bool:
@@ -362,7 +366,7 @@ class Plain(Side):
                 continue
             if policy.gather_format is not None and p.requires_grad and self.shards > 1:
                 p.data = rounded(p.data, policy.gather_format)
-            p.data = p.data.to(policy.param_dtype or p.dtype)
+            p.data = p.data.to(policy.param_dtype or self.own[name])
         model.zero_grad()
         return model
 

@@ -283,6 +283,14 @@ class SetTrainable(Row):
         return is_adapter(name) or (name.startswith(("norm", "blocks.0.")) and not is_base(name))
 
 
+class Listed(Row):
+    """Two optimizers as one: the first has one parameter of each group."""
+
+    def optimizer(self, one: Sharded, optimizer: Any) -> Any:
+        dealt = [[{**group, "params": group["params"][part]} for group in optimizer.param_groups] for part in (slice(1), slice(1, None))]
+        return zero3.OptimizerList(*(torch.optim.SGD(groups, lr=0.05, momentum=0.5) for groups in dealt))
+
+
 class OffloadedOptimizer(Row):
     def optimizer(self, one: Sharded, optimizer: Any) -> Any:
         return zero3.offload_optimizer(optimizer)
@@ -498,6 +506,7 @@ AXES: dict[str, dict[str, Row]] = {
         "Float8": field("gather_format", Float8(block=(1, 1))),
     },
     "reduce_format": {"Int8": field("reduce_format", Int8(block_size=1), tolerance=1e-8, streams=True)},
+    "master_dtype": {"fp32": field("master_dtype", torch.float32, tolerance=FP32, streams=True)},
     # -- what is not a field. Contexts around a micro-batch are entered in this order.
     "ranks": {
         "1": Row("ranks", world=(0, 1)),
@@ -517,6 +526,7 @@ AXES: dict[str, dict[str, Row]] = {
     "exception": {"on all ranks": Raising(streams=True)},
     "no_sync": {"": NoSync("no_sync", streams=True)},
     "no_sync(replicas_only=True)": {"": ReplicasOnly("replicas_only", streams=True)},
+    "OptimizerList": {"": Listed("OptimizerList")},
     "offload_optimizer": {
         "": OffloadedOptimizer("offload_optimizer", fields={"offload": FILES}),
         "in_backward": InBackward("in_backward", fields={"offload": FILES}, streams=True),

@@ -57,6 +57,7 @@ CASES = [
     on(3, replicas=3, policy=MIXED),
     on(4, replicas=2, policy=MIXED, accumulation=2),
     on(4, master_dtype=torch.bfloat16),
+    on(2, policy={"master_dtype": torch.float32}, master_dtype=torch.bfloat16),
     on(1, fused=True, batch=1, sequence=16),
     on(2, fused=True, batch=1, sequence=16),
     on(2, fused=True, optimizer="SGD", lora=4),

@@ -47,7 +47,7 @@ def chunk_of(
     (place, device), stored, face = where, shard.dtype, face or Views()
     kind = None if face.read_only else gather_format(policy, communicator, stored)
     wire: Wire = Plain() if kind is None else Coded(kind, layout)
-    computes = stored if face.read_only else compute_dtype(policy, stored)
+    computes = stored if face.read_only else compute_dtype(policy, face.own or stored)
     store = Here() if place is None else place
     chunk = Chunk(layout, shard, communicator, (computes, device), store, wire, face)
     if place is not None:
@@ -63,8 +63,8 @@ def gradients_of(
     def new_account(chunk: Chunk, among: Among) -> Account:
         return account_of(chunk, among, policy, subject)
 
-    def handed_over_in(stored: torch.dtype) -> torch.dtype | None:
-        return None if policy.grad_dtype is None else gradient_dtype(policy, stored)
+    def handed_over_in(computes: torch.dtype) -> torch.dtype | None:
+        return None if policy.grad_dtype is None else gradient_dtype(policy, computes)
 
     return LayerGradients(
         communicator, subject, new_account, handed_over_in, waits=not shards_gradients(policy)
@@ -76,7 +76,10 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     communicator, stored = among.communicator, chunk.shard.dtype
     lands, mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean"
     chunk.shard.grad_dtype = lands
-    kind, sums = reduce_format(policy, communicator, stored), gradient_dtype(policy, stored)
+    kind, sums = (
+        reduce_format(policy, communicator, stored),
+        gradient_dtype(policy, chunk.compute_dtype),
+    )
     # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
     early = mean and kind is None and sums == torch.float16
     first = 1 << (communicator.world_size.bit_length() - 1) // 2 if early else 1

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -32,14 +33,17 @@ from ..core.parameters import (
 )
 from ..core.sites import ParameterSites
 from ..guards.backward_inputs import know_chunks
+from ..guards.first_step import first_steps
 from ..guards.marks import mark, mark_ignored, mark_sharded
 from ..guards.unshardable import check_parameters
 from ..guards.wrappers import wrapper_in
 from ..policy import (
     ShardingPolicy,
+    compute_dtype,
     directory_of,
     dtypes_at_the_edges,
-    gradient_itemsize,
+    dtypes_kept,
+    master_dtype,
     rests_in,
     rounding,
     shards_parameters,
@@ -122,12 +126,13 @@ class _Examined:
             for parameter, kind in (
                 (b.parameter, self.formats.get(b.name)) for b in self.parameters
             ):
-                nbytes += parameter.nbytes if kind is None else kind.nbytes(parameter.shape)
-                nbytes += (
-                    parameter.numel()
-                    * gradient_itemsize(policy, parameter.dtype)
-                    * parameter.requires_grad
-                )
+                own, trains = parameter.dtype, parameter.requires_grad
+                if kind is not None:
+                    nbytes += kind.nbytes(parameter.shape)
+                    continue
+                stored = master_dtype(policy, own) if trains else own
+                kept = dtypes_kept(policy, stored, compute_dtype(policy, own)) if trains else []
+                nbytes += parameter.numel() * sum(dtype.itemsize for dtype in [stored, *kept])
             held.enter_context(host_of(self.communicator).room_on_disk(directory, nbytes // shards))
 
     def agree(self) -> bytes:
@@ -203,6 +208,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         RuntimeError: A launcher started several processes, but there is no process group.
     """
     know_chunks()
+    first_steps.watch()
     examined = _examine(request, is_layer)
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
@@ -304,7 +310,8 @@ def _found_in(
     _check_request(request, communicator, is_layer)
     found = find_parameters(module, is_layer, request.elsewhere, request.borrowed)
     parameters = without_ignored(found, policy, request.prefix)
-    check_parameters(parameters, request.dtype, request.label or type(module).__name__)
+    stored = partial(master_dtype, policy)
+    check_parameters(parameters, request.dtype, request.label or type(module).__name__, stored)
     host_of(communicator).check_place(policy, device)
     model = module if request.model is None else request.model
     formats = formats_of(parameters, policy, request.prefix, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.streams import has_streams
-from ..policy import ShardingPolicy, added_dtype, directory_of, landed_dtype
+from ..policy import ShardingPolicy, directory_of
 from ..scratch.nameless_file import nameless_file, room_on_disk
 from ..stores.files import Files
 from ..stores.pinned import Pinned
@@ -72,15 +73,14 @@ def memory_for(
     numel: int,
     stored: torch.dtype,
     device: torch.device,
-    trains: ShardingPolicy | None,
+    gradients: Sequence[torch.dtype],
 ) -> Tensor:
-    """Memory for a chunk's values. If it `trains`, by that policy, also makes sure of the memory of
-    its gradient.
+    """Memory for a chunk's values. Also makes sure of the memory of what is kept of its gradient,
+    in these dtypes.
     """
     if place is None:
         return torch.empty(numel, dtype=stored, device=device)
     values = place.allocate(numel, stored)
-    if trains is not None:
-        # a wider sum stays beside it
-        place.reserve(numel, list({landed_dtype(trains, stored), added_dtype(trains, stored)}))
+    if gradients:
+        place.reserve(numel, gradients)
     return values

@@ -11,9 +11,9 @@ from ..comm.agreement import agreeing
 from ..comm.communicator import Communicator, is_first
 from ..core.chunk import Chunk
 from ..core.layout import ChunkLayout
-from ..core.sites import ParameterSites
+from ..core.sites import ParameterSites, Views
 from ..faces.quantised import Quantised
-from ..policy import ShardingPolicy, compute_dtype
+from ..policy import ShardingPolicy, compute_dtype, dtypes_kept, master_dtype
 from ..quantized.formats import Format
 from ..stores.resting import Resting
 from .axes import chunk_of
@@ -37,11 +37,15 @@ def chunk_groups(
         kind.name: Quantised(kind, kind.codec(device), device)
         for kind in {kind.name: kind for kind in formats.values()}.values()
     }
+    masters: dict[torch.dtype, Views] = {}
     for sites in parameters:
         key: tuple[bool, torch.dtype | str] = sites.parameter.requires_grad, sites.parameter.dtype
         if (kind := formats.get(sites.name)) is not None:
             key = False, kind.name
             faces[kind.name].take(sites, compute_dtype(policy, sites.parameter.dtype))
+        elif sites.parameter.requires_grad and policy.master_dtype is not None:
+            own = sites.parameter.dtype
+            sites.face = masters.setdefault(own, Views(own, master_dtype(policy, own)))
         groups.setdefault(key, []).append(sites)
     return list(groups.values())
 
@@ -69,8 +73,10 @@ def offloaded(
                 found.append(None)
                 continue
             numel = _layout_of(group, communicator).shard_numel
-            trains = policy if group[0].parameter.requires_grad else None
-            found.append((place, memory_for(place, numel, _dtype_of(group), device, trains)))
+            stored, own = _dtype_of(group), group[0].parameter.dtype
+            trains = group[0].parameter.requires_grad
+            kept = dtypes_kept(policy, stored, compute_dtype(policy, own)) if trains else []
+            found.append((place, memory_for(place, numel, stored, device, kept)))
     return found
 
 

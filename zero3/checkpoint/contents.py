@@ -160,7 +160,8 @@ class Contents:
         weight = weight_of(self.parameters[name].sites)
         if self._as_values and weight is not None:
             return weight.own_dtype
-        return self.parameters[name].chunk.shard.dtype
+        chunk = self.parameters[name].chunk
+        return chunk.own_dtype if self._as_values else chunk.shard.dtype
 
     def description(self) -> dict[str, Any]:
         """Returns each tensor's shape, dtype and, if it is tied, other names, for the manifest. It

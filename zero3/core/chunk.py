@@ -376,6 +376,11 @@ class Chunk:
         return self.face.read_only
 
     @property
+    def own_dtype(self) -> torch.dtype:
+        """The dtype of its parameters in the model that was sharded."""
+        return self.face.own or self.shard.dtype
+
+    @property
     def stored_as(self) -> str:
         """What reports call the numbers of the chunk: by their dtype, or by their format."""
         return self.face.name or str(self.shard.dtype).removeprefix("torch.")
@@ -625,8 +630,8 @@ def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:
     for chunk in chunks:
         name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"
         alike = [c for c in chunks if c.trainable_when_wrapped == chunk.trainable_when_wrapped]
-        if len({c.shard.dtype for c in alike}) > 1:
-            name += f"_{str(chunk.shard.dtype).removeprefix('torch.')}"
+        if len({c.own_dtype for c in alike}) > 1:
+            name += f"_{str(chunk.own_dtype).removeprefix('torch.')}"
         if chunk.layout.bounds is not None:
             name += "_dealt"
         for number, part in enumerate(chunk.parts):

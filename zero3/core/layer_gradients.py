@@ -118,7 +118,7 @@ class LayerGradients:
             account.add(sharded.index, gradient)
 
         with as_plain_tensors():
-            if (dtype := self._dtype_for(sharded.chunk.shard.dtype)) is not None:
+            if (dtype := self._dtype_for(sharded.chunk.compute_dtype)) is not None:
                 parameter.grad_dtype = dtype
             parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 

@@ -24,6 +24,7 @@ class Face(Protocol):
 
     name: str | None  # what reports call the numbers. None: by their dtype
     read_only: bool  # whether values can't be written, only loaded
+    own: torch.dtype | None  # the parameters' dtype in the model. None: that of the chunk
 
     # -- one parameter
 
@@ -81,16 +82,23 @@ class Face(Protocol):
 
 
 class Views:
-    """Parameters are views of the full buffer: nothing is copied."""
+    """Parameters are views of the full buffer: nothing is copied. `stored_in`: the dtype of the
+    chunk, if that is not their `own`.
+    """
 
     name: str | None = None
     read_only = False
 
+    def __init__(
+        self, own: torch.dtype | None = None, stored_in: torch.dtype | None = None
+    ) -> None:
+        self.own, self._stored_in = own, stored_in
+
     def stored(self, sites: ParameterSites) -> tuple[tuple[int, ...], torch.dtype]:
-        return tuple(sites.parameter.shape), sites.parameter.dtype
+        return tuple(sites.parameter.shape), self._stored_in or sites.parameter.dtype
 
     def store(self, sites: ParameterSites, device: torch.device) -> Tensor:
-        return sites.parameter
+        return sites.parameter.to(self._stored_in or sites.parameter.dtype)
 
     def value(self, sites: ParameterSites, slot: Tensor) -> Tensor:
         return slot

@@ -18,7 +18,7 @@ from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..layer import Zero3Layer, layers_of
 from ..optim.gradients import full_gradients
-from ..policy import ShardingPolicy, compute_dtype, dtypes_at_the_edges, gradient_dtype
+from ..policy import ShardingPolicy, dtypes_at_the_edges, gradient_dtype
 from ..shard import shard
 
 __all__: list[str] = []
@@ -148,6 +148,9 @@ def check(
         if communicator.world_size > 1:
             communicator.broadcast(tensor.detach())
     places = _places(sharded)
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:  # a master copy, as the chunks are
+            parameter.data = parameter.data.to(places[name].sharded.chunk.shard.dtype)
     expected = {
         "loss": {
             "": _plain_step(
@@ -229,11 +232,8 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _tolerance(place: _Place) -> float:
-    stored = place.sharded.chunk.shard.dtype
-    computed, reduced = (
-        compute_dtype(place.state.policy, stored),
-        gradient_dtype(place.state.policy, stored),
-    )
+    stored, computed = place.sharded.chunk.shard.dtype, place.sharded.chunk.compute_dtype
+    reduced = gradient_dtype(place.state.policy, computed)
     narrowest = min(dtype.itemsize for dtype in (stored, computed, reduced))
     return _OF_HALF if narrowest < 4 else _OF_SINGLE if narrowest < 8 else _OF_DOUBLE
 
@@ -279,7 +279,7 @@ def _plain_step(
         if found is None and state.communicator.world_size == 1:
             continue
         gradient = (torch.zeros_like(parameter) if found is None else found).to(
-            gradient_dtype(state.policy, chunk.shard.dtype)
+            gradient_dtype(state.policy, chunk.compute_dtype)
         )
         if state.communicator.world_size > 1:
             state.communicator.all_reduce(gradient)

@@ -302,7 +302,7 @@ def _reduced(layer: LayerState) -> dict[str, Iterator[int]]:
     """The bytes of each of its reductions, and of each sum over replicas."""
     replicas = layer.communicator.world_size // layer.communicator.shards
     trained = [
-        (chunk, gradient_dtype(layer.policy, chunk.shard.dtype).itemsize)
+        (chunk, gradient_dtype(layer.policy, chunk.compute_dtype).itemsize)
         for chunk in layer.chunks
         if chunk.shard.requires_grad
     ]

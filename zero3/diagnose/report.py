@@ -190,7 +190,7 @@ def _rounded(states: list[LayerState]) -> tuple[str, ...]:
 
 def _gradient_nbytes(state: LayerState) -> int:
     return sum(
-        chunk.layout.padded_numel * gradient_dtype(state.policy, chunk.shard.dtype).itemsize
+        chunk.layout.padded_numel * gradient_dtype(state.policy, chunk.compute_dtype).itemsize
         for chunk in state.chunks
         if chunk.shard.requires_grad
     )

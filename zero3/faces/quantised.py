@@ -25,6 +25,7 @@ class Quantised:
     """With codes while the layer computes, with values in `full_params`."""
 
     read_only = True
+    own: torch.dtype | None = None
 
     def __init__(self, kind: Format, codec: Codec, device: torch.device) -> None:
         self.name: str | None = kind.name

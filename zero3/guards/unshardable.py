@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -12,10 +14,14 @@ __all__: list[str] = []
 
 
 def check_parameters(
-    parameters: list[ParameterSites], dtype: torch.dtype | None, label: str
+    parameters: list[ParameterSites],
+    dtype: torch.dtype | None,
+    label: str,
+    stored: Callable[[torch.dtype], torch.dtype] | None = None,
 ) -> None:
     """Raises ValueError, with the parameter's name, if one of `parameters` can't be sharded.
-    Changes nothing.
+    Changes nothing. `stored`: the dtype of a trainable chunk of parameters of a dtype.
+    None: the same.
     """
     for sites in parameters:
         parameter = sites.parameter
@@ -38,9 +44,10 @@ def check_parameters(
                 "subclasses hold more than flat values. Convert it before wrapping, or leave it "
                 "out."
             )
-        if dtype is not None and parameter.requires_grad and parameter.dtype != dtype:
+        updated = parameter.dtype if stored is None else stored(parameter.dtype)
+        if dtype is not None and parameter.requires_grad and updated != dtype:
             raise ValueError(
-                f"trainable parameter {sites.name!r} is {parameter.dtype}, expected "
+                f"trainable parameter {sites.name!r} is {updated}, expected "
                 f"dtype={dtype}: dtype checks what the optimizer updates, it converts nothing. "
                 "Convert the module before wrapping, or drop the argument."
             )

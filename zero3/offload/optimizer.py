@@ -14,6 +14,7 @@ import torch
 from ..comm.agreement import agreeing
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import check_process
+from ..optim.several import OptimizerList
 from ..optim.state_memory import land_steps
 from ..policy import directory_of, shards_gradients
 from .in_backward import InBackward, check_unstepped
@@ -77,6 +78,10 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
         )
     if not isinstance(in_backward, bool):
         raise TypeError(f"in_backward must be True or False, found {in_backward!r}")
+    if isinstance(optimizer, OptimizerList):
+        for member in optimizer.members:
+            offload_optimizer(member, in_backward=in_backward)
+        return optimizer
     states = [state for state in layers_of(optimizer) if state.policy.offload is not None]
     directories = {
         directory for state in states if (directory := directory_of(state.policy)) is not None

@@ -142,8 +142,8 @@ def _families(state: LayerState, wanted: Trains) -> list[Family]:
     trains and one that does not.
     """
     found = []
-    for dtype in dict.fromkeys(chunk.shard.dtype for chunk in state.chunks):
-        chunks = [chunk for chunk in state.chunks if chunk.shard.dtype == dtype]
+    for dtypes in dict.fromkeys((chunk.shard.dtype, chunk.own_dtype) for chunk in state.chunks):
+        chunks = [c for c in state.chunks if (c.shard.dtype, c.own_dtype) == dtypes]
         if any(
             len({wanted[state, slot.name] for slot in chunk.layout.slots}) > 1 for chunk in chunks
         ):

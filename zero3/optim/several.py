@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,8 +15,133 @@ Optimizers = (
 )
 
 
+class _StateOfAll(MutableMapping[Tensor, Any]):
+    """The state of all members of an `OptimizerList`, each parameter's in that of its member."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self._members = members
+
+    def _holding(self, parameter: Tensor) -> Any:
+        holding = (member for member in self._members if id(parameter) in map(id, held_by(member)))
+        if (member := next(holding, None)) is None:
+            raise KeyError(parameter)
+        return member.state
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        return self._holding(parameter)[parameter]
+
+    def __setitem__(self, parameter: Tensor, state: Any) -> None:
+        self._holding(parameter)[parameter] = state
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._holding(parameter)[parameter]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for member in self._members for parameter in member.state)
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._members)
+
+
+class OptimizerList(torch.optim.Optimizer):
+    """Several optimizers behind one: schedulers, trainers, loss scaling and checkpoints take it.
+
+    `param_groups` are the members' own dicts, one member after another, and `state` is that of
+    all. `step` and `zero_grad` are those of all. `state_dict` has the form of torch's, with the
+    parameters of all members numbered in their order. `save_checkpoint`,
+    `full_optimizer_state_dict`, `check_optimizer` and `offload_optimizer` treat it as its members,
+    so that a checkpoint of members loads into their list, and the other way round.
+
+    Args:
+        members: The optimizers, at least one. The members of a list among them are its members.
+
+    Attributes:
+        members: The optimizers.
+
+    Raises:
+        TypeError: A member is no optimizer.
+        ValueError: There is none, or two hold the same parameter.
+
+    Example::
+
+        groups = zero3.param_groups(
+            model, lambda name, info: {"whole": True} if info.ndim == 2 else {}
+        )
+        matrices = [group for group in groups if group.get("whole")]
+        others = [group for group in groups if not group.get("whole")]
+        optimizer = zero3.OptimizerList(
+            torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)
+        )
+    """
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        if not members:
+            raise ValueError("zero3.OptimizerList needs one optimizer at least")
+        self.members: list[torch.optim.Optimizer] = Together(members).members
+        # without torch's constructor, which makes groups of its own
+        self.__setstate__({"defaults": {}})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "members": self.members}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def state(self) -> _StateOfAll:
+        return _StateOfAll(self.members)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self.members:
+            member.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for member in self.members:
+            member.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        raise ValueError(
+            "add_param_group of a zero3.OptimizerList: which of its members is meant? Call that "
+            "member's add_param_group"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, into the members.
+
+        Raises:
+            ValueError: It has other numbers of groups, or of parameters in them.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != sizes:
+            raise ValueError(
+                f"the state dict has groups of {[len(group['params']) for group in groups]} "
+                f"parameters, and the OptimizerList of {sizes}"
+            )
+        at = 0
+        for member in self.members:
+            own = groups[at : at + len(member.param_groups)]
+            at += len(own)
+            numbers = {number for group in own for number in group["params"]}
+            state = {n: each for n, each in state_dict["state"].items() if n in numbers}
+            member.load_state_dict({"state": state, "param_groups": own})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __repr__(self) -> str:
+        return f"OptimizerList({', '.join(map(repr, self.members))})"
+
+
 def members_of(given: object) -> list[Any]:
-    """Returns the optimizers in `given`: one optimizer, a list or a dict.
+    """Returns the optimizers in `given`: one optimizer, an `OptimizerList`, a list or a dict.
 
     Raises:
         TypeError: `given` holds something other than optimizers.
@@ -28,6 +153,11 @@ def members_of(given: object) -> list[Any]:
         if isinstance(given, list | tuple)
         else [given]
     )
+    members = [
+        each
+        for member in members
+        for each in (member.members if isinstance(member, OptimizerList) else [member])
+    ]
     for member in members or [given]:
         if not isinstance(getattr(member, "param_groups", None), list) or not hasattr(
             member, "state"

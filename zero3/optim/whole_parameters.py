@@ -15,6 +15,7 @@ from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot, deal
+from ..policy import dtypes_kept
 from .pieces import retire
 
 __all__: list[str] = []
@@ -50,15 +51,14 @@ def families(
     `place` tells a slot's place in the model. So cuts depend on the model alone, and not on earlier
     cuts.
     """
-    found: dict[tuple[LayerState, bool, torch.dtype], list[Chunk]] = {}
+    found: dict[tuple[LayerState, bool, torch.dtype, torch.dtype], list[Chunk]] = {}
     for state in states:
         for chunk in state.chunks:
             if chunk.shard.requires_grad:
-                found.setdefault(
-                    (state, chunk.trainable_when_wrapped, chunk.shard.dtype), []
-                ).append(chunk)
+                key = state, chunk.trainable_when_wrapped, chunk.shard.dtype, chunk.own_dtype
+                found.setdefault(key, []).append(chunk)
     result = []
-    for (state, _, _), chunks in found.items():
+    for (state, *_), chunks in found.items():
         slots = [slot for chunk in chunks for slot in chunk.layout.slots]
         result.append(Family(state, chunks, sorted(slots, key=partial(place, state))))
     return result
@@ -135,13 +135,12 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
             trains = family.frozen is None or layout.slots[0].name not in family.frozen
             place = host_of(state.communicator).place_for(state.policy, state.device)
             numel = layout.chunk_numel(old.index)
-            values = memory_for(
-                place, numel, old.shard.dtype, state.device, state.policy if trains else None
-            )
+            stored = old.shard.dtype
+            kept = dtypes_kept(state.policy, stored, old.compute_dtype) if trains else []
+            values = memory_for(place, numel, stored, state.device, kept)
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
-            made.append(
-                chunk_of(layout, shard, (place, state.device), state.communicator, state.policy)
-            )
+            where = place, state.device
+            made.append(chunk_of(layout, shard, where, state.communicator, state.policy, old.face))
     return made
 
 

@@ -1,0 +1,98 @@
+"""The first step of an optimizer shows whether it trains what its maker believes. What looks wrong
+is a warning from rank 0. There is no collective here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ..comm.communicator import is_first
+from ..core.layer_state import LayerState
+from .marks import state_of
+
+__all__: list[str] = []
+
+_log = logging.getLogger("zero3")
+_LOW = (torch.bfloat16, torch.float16)
+_SHOWN = 4  # names in a warning
+
+
+class _FirstSteps:
+    """torch's hook before the steps of all optimizers of the process. It looks at each once."""
+
+    def __init__(self) -> None:
+        self._registered = False
+        self._known: WeakSet[Optimizer] = WeakSet()
+
+    def watch(self) -> None:
+        if not self._registered:
+            self._registered = True
+            register_optimizer_step_pre_hook(self._look)
+
+    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # the members of an `OptimizerList` are looked at themselves
+        if optimizer in self._known or hasattr(optimizer, "members"):
+            return
+        self._known.add(optimizer)
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        found = [state for p in held.values() if (state := state_of(p)) is not None]
+        states = list(dict.fromkeys(found))
+        if states and is_first(states[0].communicator):
+            for text in (*_empty_groups(optimizer, states), *_low_masters(optimizer, states, held)):
+                _log.warning("%s", text)
+
+
+first_steps = _FirstSteps()
+
+
+def _empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str]:
+    """Of groups chosen by names or shapes among chunks, which hold parameters of all shapes."""
+    trained = [
+        (state, sharded) for state in states for sharded in state.parameters if sharded.chunk.trains
+    ]
+    alike = len({sharded.stand_in.ndim for _, sharded in trained}) < 2
+    if alike or any(sharded.chunk.divided for _, sharded in trained):  # `param_groups` divides
+        return
+    names = [f"{state.label}.{sharded.sites.name}" for state, sharded in trained]
+    names[_SHOWN:] = ["..."] * (len(names) > _SHOWN)
+    for number, group in enumerate(optimizer.param_groups):
+        if group["params"]:
+            continue
+        others = [other for other in optimizer.param_groups if other is not group]
+        own = ", ".join(
+            f"{key}={value!r}"
+            for key, value in group.items()
+            if key != "params" and any(other.get(key) != value for other in others)
+        )
+        yield (
+            f"group {number} of the {type(optimizer).__name__} ({own}) has no parameters, and "
+            "another group has those that were meant for it: chunks hold "
+            f"{', '.join(names)} together. Choose by the parameters' own names and shapes: "
+            "zero3.param_groups(model, lambda name, info: {...})"
+        )
+
+
+def _low_masters(
+    optimizer: Optimizer, states: list[LayerState], held: dict[int, Any]
+) -> Iterator[str]:
+    """Of chunks in 16 bits. Optimizers of other libraries may round them stochastically."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for state in states:
+        for sharded in state.parameters:
+            chunk, dtype = sharded.chunk, sharded.chunk.shard.dtype
+            if dtype in _LOW and any(id(part.parameter) in held for part in chunk.parts):
+                yield (
+                    f"the {type(optimizer).__name__} updates {state.label}.{sharded.sites.name} "
+                    f"and others in {dtype}, where updates smaller than half of the last bit are "
+                    "lost. Keep copies in float32: zero3.ShardingPolicy(master_dtype="
+                    "torch.float32), or load the model with dtype=torch.float32, and let it "
+                    f"compute in param_dtype={dtype}"
+                )
+                return
