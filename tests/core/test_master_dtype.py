@@ -103,7 +103,7 @@ def test_chunks_of_other_own_dtypes_stay_apart_and_are_written_as_they_were(offl
         model = zero3.shard(models[group.rank], process_group=group, policy=policy)
         assert {chunk.dtype for chunk in zero3.get_trainable_chunk(model)} == {FP32}
         train(model, group.rank, 1)
-        zero3.save_checkpoint(model, tmp_path / "checkpoint")
+        zero3.save_checkpoint(tmp_path / "checkpoint", model)
         return [name for name, _ in model.named_parameters()], zero3.full_state_dict(model, rank0_only=False)
 
     (names, state), _ = run_ranks(2, body)
@@ -112,7 +112,7 @@ def test_chunks_of_other_own_dtypes_stay_apart_and_are_written_as_they_were(offl
 
     def load(group: ThreadCommunicator) -> dict[str, Tensor]:
         model = zero3.shard(again[group.rank], process_group=group, policy=policy)
-        zero3.load_checkpoint(model, tmp_path / "checkpoint")
+        zero3.load_checkpoint(tmp_path / "checkpoint", model)
         return zero3.full_state_dict(model, rank0_only=False)
 
     for found in run_ranks(3, load):

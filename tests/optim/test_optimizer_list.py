@@ -57,7 +57,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_list_trains_as_plain_muon_and_adamw(world_size: int) -> None:
+def test_optimizerlist_trains_as_plain_muon_and_adamw(world_size: int) -> None:
     model = mlp()
     plain = copy.deepcopy(model)
     both = plain_members(plain)
@@ -128,6 +128,7 @@ def test_its_state_dict_is_torchs_and_comes_back() -> None:
         assert {key: str(value) for key, value in again.state[mine].items()} == {
             key: str(value) for key, value in one.state[theirs].items()
         }
+    again.step()
     before = [group["lr"] for group in again.param_groups]
     scheduler.step()
     assert all(group["lr"] < old for group, old in zip(again.param_groups, before, strict=True)), "schedulers see the new groups"
@@ -198,7 +199,7 @@ def test_scaled_losses_and_a_guard_go_through_a_list() -> None:
         assert all(torch.equal(listed[name], value) for name, value in apart.items())
 
 
-def test_what_can_be_no_list_is_refused() -> None:
+def test_optimizerlist_refuses_what_can_be_no_list() -> None:
     parameter = nn.Parameter(torch.ones(WIDTH))
     with pytest.raises(ValueError, match="needs one optimizer at least"):
         zero3.OptimizerList()

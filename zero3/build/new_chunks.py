@@ -45,7 +45,7 @@ def chunk_groups(
             faces[kind.name].take(sites, compute_dtype(policy, sites.parameter.dtype))
         elif sites.parameter.requires_grad and policy.master_dtype is not None:
             own = sites.parameter.dtype
-            sites.face = masters.setdefault(own, Views(own, master_dtype(policy, own)))
+            sites.become(masters.setdefault(own, Views(own, master_dtype(policy, own))), None)
         groups.setdefault(key, []).append(sites)
     return list(groups.values())
 

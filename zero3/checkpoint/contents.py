@@ -160,8 +160,14 @@ class Contents:
         weight = weight_of(self.parameters[name].sites)
         if self._as_values and weight is not None:
             return weight.own_dtype
-        chunk = self.parameters[name].chunk
-        return chunk.own_dtype if self._as_values else chunk.shard.dtype
+        return self.parameters[name].chunk.shard.dtype
+
+    def own_dtype(self, name: str) -> torch.dtype:
+        """The dtype that the tensor has in the model, of which a chunk may hold a master copy."""
+        sharded = self.parameters.get(name)
+        if sharded is None or sharded.chunk.read_only:
+            return self.dtype(name)
+        return sharded.chunk.own_dtype
 
     def description(self) -> dict[str, Any]:
         """Returns each tensor's shape, dtype and, if it is tied, other names, for the manifest. It

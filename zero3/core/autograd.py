@@ -167,7 +167,8 @@ def before_gradient_flows(
 
     for node in nodes:
         node.register_prehook(prehook)
-        _notes_on(node)[_MARK] = weakref.ref(mark)
+        # declared as a method, but is a property
+        node.metadata[_MARK] = weakref.ref(mark)  # type: ignore[index]
 
 
 def around_accumulation(
@@ -196,15 +197,11 @@ def mark_upstream(tensors: Iterable[Tensor]) -> object | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        mark: weakref.ref[object] | None = _notes_on(node).get(_MARK)
+        mark: weakref.ref[object] | None = node.metadata.get(_MARK)  # type: ignore[attr-defined]
         if mark is not None and (found := mark()) is not None:
             return found
         nodes.extend(following for following, _ in node.next_functions)
     return None
-
-
-def _notes_on(node: Node) -> dict[str, Any]:
-    return node.metadata  # type: ignore[return-value]  # declared as a method, but is a property
 
 
 def tensors_in(value: Any) -> list[Tensor]:

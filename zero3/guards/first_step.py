@@ -5,7 +5,7 @@ is a warning from rank 0. There is no collective here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -23,32 +23,29 @@ _LOW = (torch.bfloat16, torch.float16)
 _SHOWN = 4  # names in a warning
 
 
-class _FirstSteps:
-    """torch's hook before the steps of all optimizers of the process. It looks at each once."""
+def watch_first_steps() -> None:
+    """Lets torch show each optimizer before its first step, from now on in this process."""
+    register: Any = register_optimizer_step_pre_hook
+    if not hasattr(register, "zero3_looks"):
+        register.zero3_looks = register(_looking())
 
-    def __init__(self) -> None:
-        self._registered = False
-        self._known: WeakSet[Optimizer] = WeakSet()
 
-    def watch(self) -> None:
-        if not self._registered:
-            self._registered = True
-            register_optimizer_step_pre_hook(self._look)
+def _looking() -> Callable[[Optimizer, Any, Any], None]:
+    known: WeakSet[Optimizer] = WeakSet()
 
-    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # the members of an `OptimizerList` are looked at themselves
-        if optimizer in self._known or hasattr(optimizer, "members"):
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # zero3's own have others in them, which are looked at themselves
+        if optimizer in known or type(optimizer).__module__.startswith("zero3."):
             return
-        self._known.add(optimizer)
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        found = [state for p in held.values() if (state := state_of(p)) is not None]
-        states = list(dict.fromkeys(found))
+        known.add(optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        given = (p for group in optimizer.param_groups for p in group["params"])
+        states = list(dict.fromkeys(s for p in given if (s := state_of(p)) is not None))
         if states and is_first(states[0].communicator):
             for text in (*_empty_groups(optimizer, states), *_low_masters(optimizer, states, held)):
                 _log.warning("%s", text)
 
-
-first_steps = _FirstSteps()
+    return look
 
 
 def _empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str]:
@@ -78,9 +75,7 @@ def _empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[st
         )
 
 
-def _low_masters(
-    optimizer: Optimizer, states: list[LayerState], held: dict[int, Any]
-) -> Iterator[str]:
+def _low_masters(optimizer: Optimizer, states: list[LayerState], held: set[int]) -> Iterator[str]:
     """Of chunks in 16 bits. Optimizers of other libraries may round them stochastically."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return

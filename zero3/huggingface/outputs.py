@@ -80,7 +80,7 @@ def outputs_of_model(
     """
     kept = _kept_names(model, contents) | {name: name for name in extra}
     own = {
-        name: traced(Whole(source, contents.shape(source)), contents.dtype(source))
+        name: traced(Whole(source, contents.shape(source)), contents.own_dtype(source))
         for name, source in kept.items()
     }
     found: Mapping[str, TracedTensor] = own
@@ -114,7 +114,7 @@ def outputs_of_adapter(
     names.
     """
     meta = {
-        n: torch.empty(contents.shape(ns[0]), dtype=contents.dtype(ns[0]), device="meta")
+        n: torch.empty(contents.shape(ns[0]), dtype=contents.own_dtype(ns[0]), device="meta")
         for ns in contents.names.values()
         for n in ns
     }

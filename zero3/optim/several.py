@@ -86,13 +86,15 @@ class OptimizerList(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The members' groups, as they are now, one member after another."""
         return [group for member in self.members for group in member.param_groups]
 
     @property
-    def state(self) -> _StateOfAll:
+    def state(self) -> _StateOfAll:  # type: ignore[override]
+        """The state of all members, by parameter. What is put into it goes to the member."""
         return _StateOfAll(self.members)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
