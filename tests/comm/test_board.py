@@ -157,6 +157,7 @@ def with_a_wrong_one(rank: Rank, kind: str) -> None:
     ("word", ["rank 0: TypeError: process_group must be a torch", "found str", "a mesh of 2 x 2 of the ranks 0 to 3"]),
     ("ZeroRedundancyOptimizer", ["of the ranks 0 to 2; rank", "the group '0' of the ranks 0 to 3"]),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_shard_with_the_wrong_mesh_or_group_on_one_rank_is_told_on_all(kind: str, names: list[str]) -> None:
     outcomes = try_on_ranks(4, with_a_wrong_one, kind)[: 3 if kind == "group" else 4]
     for outcome in outcomes:

@@ -26,6 +26,7 @@ def answers() -> dict[str, dict[str, Any]]:
     return {answer["command"]: answer for answer in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_needs_torch_alone(command: str, answers: dict[str, dict[str, Any]]) -> None:
     answer = answers[command]
@@ -34,5 +35,6 @@ def test_help_needs_torch_alone(command: str, answers: dict[str, dict[str, Any]]
     assert len(answer["printed"].splitlines()) > 4, "it says what the command does, and what can be chosen"
 
 
+@pytest.mark.slow
 def test_other_packages_are_out_of_reach_there(answers: dict[str, dict[str, Any]]) -> None:
     assert "ModuleNotFoundError" in answers["pytest"]["printed"]

@@ -149,6 +149,7 @@ def life_of_processes(rank: Rank, name: str, other: str, shared: bool) -> str:
     ("clip_grad_norm_", "parameter_norms"),  # sums of other lengths: gloo's own would give both other numbers, or end a process
     ("parameter_norms", "GradScaler.step"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_a_function_that_one_process_calls_is_named_on_both(name: str, other: str, shared: bool) -> None:
     for outcome in try_on_ranks(2, life_of_processes, name, other, shared, fresh=True, group_timeout=4.0, debug="OFF"):
         assert f"Every rank has to call {name}; rank 1 has not (found at: " in outcome.value, outcome

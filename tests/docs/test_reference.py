@@ -181,6 +181,7 @@ PREPARED = {  # examples that go on from another one's
 }
 
 
+@pytest.mark.slow
 def test_every_example_runs_on_two_ranks() -> None:
     values: dict[str, Callable[..., Any]] = {**PUBLIC, **CLASSES}
     examples = {name: code for name, value in values.items() for code in examples_of(inspect.getdoc(value) or "")}

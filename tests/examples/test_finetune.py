@@ -137,6 +137,7 @@ def test_saved_model_is_the_trained_one(example: ModuleType, trained: Outcome) -
     assert tokenizer.decode(written[0]) == trained.summary["texts"]["after"]
 
 
+@pytest.mark.slow
 def test_report_says_what_happened(trained: Outcome) -> None:
     summary, printed = trained.summary, trained.printed
     for text in summary["texts"].values():
@@ -176,6 +177,7 @@ def tuned(trained: Outcome, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return run_in_two_processes(tmp_path_factory.mktemp("tuned"), given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["biases", "last-1"])
 def test_trains_only_what_is_chosen(trained: Outcome, tuned: dict[str, Outcome], choice: str) -> None:
     check_what_is_trained(trained, tuned[choice], choice)
