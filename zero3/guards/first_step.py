@@ -38,9 +38,9 @@ def _looking() -> Callable[[Optimizer, Any, Any], None]:
         if optimizer in known or type(optimizer).__module__.startswith("zero3."):
             return
         known.add(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        given = (p for group in optimizer.param_groups for p in group["params"])
-        states = list(dict.fromkeys(s for p in given if (s := state_of(p)) is not None))
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        found = map(state_of, held.values())
+        states = list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
         if states and is_first(states[0].communicator):
             for text in (*_empty_groups(optimizer, states), *_low_masters(optimizer, states, held)):
                 _log.warning("%s", text)
@@ -75,7 +75,9 @@ def _empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[st
         )
 
 
-def _low_masters(optimizer: Optimizer, states: list[LayerState], held: set[int]) -> Iterator[str]:
+def _low_masters(
+    optimizer: Optimizer, states: list[LayerState], held: dict[int, Any]
+) -> Iterator[str]:
     """Of chunks in 16 bits. Optimizers of other libraries may round them stochastically."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
