@@ -44,7 +44,7 @@ class _StateOfAll(MutableMapping[Tensor, Any]):
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Several optimizers behind one: schedulers, trainers, loss scaling and checkpoints take it.
+    """Several optimizers behind one: schedulers, loss scaling and checkpoints take it.
 
     `param_groups` are the members' own dicts, one member after another, and `state` is that of
     all. `step` and `zero_grad` are those of all. `state_dict` has the form of torch's, with the
