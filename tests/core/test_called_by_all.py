@@ -85,6 +85,7 @@ OTHERS = {
         "Int8",
         "MXFP4",
         "NF4",
+        "OptimizerList",
         "ParamInfo",
         "ShardingPolicy",
         "latest_checkpoint",
