@@ -42,23 +42,13 @@ SETTINGS = [
     Setting("demand", "strict", 4),
     Setting("demand", "exact", 5, 0.2),
 ]
-# One capability each, which lives with every other one in an order that is drawn: see test_pairs.py. soak.py and faults.py run them.
+# One capability or two, which live with every other one in an order that is drawn: see test_pairs.py. soak.py and faults.py run them.
 IN_PAIRS = {
-    *(
-        "prefetch_depth_0",
-        "prefetch_depth_1",
-        "prefetch_depth_2",
-        "grad_dtype",
-        "stage_1",
-        "stage_2",
-        "transactional",
-        "dynamic",
-        "no_sync",
-    ),
+    *("prefetch_depth_0", "prefetch_depth_1", "prefetch_depth_2", "grad_dtype", "stage_1", "stage_2", "transactional", "dynamic"),
     *("separate_backup_group", "kept_between_forward_and_backward", "checkpoint_not_reentrant", "compressed", "compressed_stage_2"),
     *("compressed_transactional", "step_guard", "grad_scaler", "param_groups_whole", "evaluation_between_steps", "mean_over_tokens"),
     *("two_forwards_before_one_backward", "uneven_inputs", "uneven_inputs_and_step_guard", "an_exception_and_on", "resident", "by_hand"),
-    *("compressed_whole_parameters", "compressed_exception_and_on"),
+    *("compressed_whole_parameters", "compressed_exception_and_on", "no_sync"),
 }
 # Each other scenario has one of them, in turn.
 ORDERS = [

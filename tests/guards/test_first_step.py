@@ -85,6 +85,38 @@ def test_masters_in_16_bits_are_named_with_both_remedies(dtype: torch.dtype, cap
         assert words in text
 
 
+def test_frozen_chunks_in_16_bits_that_an_optimizer_holds_are_no_masters(caplog: pytest.LogCaptureFixture) -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = Net().to(torch.bfloat16).requires_grad_(False)
+            self.adapter = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.adapter(self.base(x.to(torch.bfloat16)).float())
+
+    copies = [Adapted() for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(copies[group.rank], nn.Linear, process_group=group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)  # frozen chunks too, as scripts do
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "zero3"):
+        run_ranks(2, body)
+    assert not caplog.records
+
+
+def test_options_that_can_not_be_compared_break_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    def groups(model: nn.Module) -> list[Any]:
+        chunks = zero3.get_trainable_chunk(model)
+        return [{"params": chunks, "scales": torch.ones(3)}, {"params": [], "scales": torch.zeros(3)}]
+
+    (text,) = told(Net(), groups, caplog, kind=torch.optim.SGD)
+    assert "group 1 of the SGD (scales=" in text
+
+
 def test_masters_in_float32_and_optimizers_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     class Own(torch.optim.SGD):
         """It may round as it likes."""

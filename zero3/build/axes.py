@@ -76,10 +76,8 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     communicator, stored = among.communicator, chunk.shard.dtype
     lands, mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean"
     chunk.shard.grad_dtype = lands
-    kind, sums = (
-        reduce_format(policy, communicator, stored),
-        gradient_dtype(policy, chunk.compute_dtype),
-    )
+    kind = reduce_format(policy, communicator, stored)
+    sums = gradient_dtype(policy, chunk.compute_dtype)
     # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
     early = mean and kind is None and sums == torch.float16
     first = 1 << (communicator.world_size.bit_length() - 1) // 2 if early else 1

@@ -101,6 +101,7 @@ class Runtime:
         self._called: set[int] = set()
         for state in self.layers:
             self._watch(state)
+        self.note_lifetimes()
         first.lanes.end_before(self)
 
     @property
@@ -136,11 +137,11 @@ class Runtime:
         self._order.adopt(state)
         self.layers.append(state)
         self._watch(state)
+        self.note_lifetimes()
 
     def _watch(self, state: LayerState) -> None:
         self.backward.watch(state)
         self._room = state.choose_residents(self._room)
-        self.note_lifetimes()
         state.lanes = self.layers[0].lanes
         state.write_into(self.layers[0].log)
 

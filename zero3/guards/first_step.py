@@ -61,18 +61,24 @@ def _empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[st
     for number, group in enumerate(optimizer.param_groups):
         if group["params"]:
             continue
-        others = [other for other in optimizer.param_groups if other is not group]
-        own = ", ".join(
-            f"{key}={value!r}"
-            for key, value in group.items()
-            if key != "params" and any(other.get(key) != value for other in others)
-        )
         yield (
-            f"group {number} of the {type(optimizer).__name__} ({own}) has no parameters, and "
-            "another group has those that were meant for it: chunks hold "
-            f"{', '.join(names)} together. Choose by the parameters' own names and shapes: "
-            "zero3.param_groups(model, lambda name, info: {...})"
+            f"{label_of(optimizer, number)} has no parameters, and another group has those that "
+            f"were meant for it: chunks hold {', '.join(names)} together. Choose by the "
+            "parameters' own names and shapes: zero3.param_groups(model, lambda name, info: {...})"
         )
+
+
+def label_of(optimizer: Optimizer, number: int) -> str:
+    """A group for messages, with the options that set it apart from others."""
+    group = optimizer.param_groups[number]
+    others = [other for other in optimizer.param_groups if other is not group]
+    own = [
+        f"{key}={value!r}"
+        for key, value in group.items()
+        if key != "params" and any(key not in o or o[key] is not value for o in others)
+    ]
+    kind = type(optimizer).__name__
+    return f"group {number} of the {kind} ({', '.join(own) or 'no options of its own'})"
 
 
 def _low_masters(
@@ -84,7 +90,8 @@ def _low_masters(
     for state in states:
         for sharded in state.parameters:
             chunk, dtype = sharded.chunk, sharded.chunk.shard.dtype
-            if dtype in _LOW and any(id(part.parameter) in held for part in chunk.parts):
+            known = any(id(part.parameter) in held for part in chunk.parts)
+            if known and chunk.trains and dtype in _LOW:
                 yield (
                     f"the {type(optimizer).__name__} updates {state.label}.{sharded.sites.name} "
                     f"and others in {dtype}, where updates smaller than half of the last bit are "

@@ -20,6 +20,7 @@ from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.released import ReleasedParameter
+from ..guards.first_step import label_of
 from .param_groups import named_parameters
 from .pieces import Superseded
 from .probe import CannotProbe, builder, longest, probe_flat, probe_whole
@@ -147,21 +148,12 @@ def _check_groups(
         )
     for number, group in enumerate(optimizer.param_groups):
         if not group["params"]:
-            others = [other for other in optimizer.param_groups if other is not group]
-            own = [
-                f"{k}={v!r}"
-                for k, v in group.items()
-                if k != "params" and any(k not in o or o[k] is not v for o in others)
-            ]
-            label = (
-                f"group {number} of the {type(optimizer).__name__} "
-                f"({', '.join(own) or 'no options of its own'})"
-            )
             names = [name for name, _, _ in named_parameters(model, states)]
             chunks = [name for name, _ in model.named_parameters()]
             raise ValueError(
-                f"{label} is empty. Was it made by a filter over model.named_parameters()? These "
-                f"are {len(chunks)} flat chunks now ({_listed(chunks)}): no name or shape of the "
+                f"{label_of(optimizer, number)} is empty. Was it made by a filter over "
+                f"model.named_parameters()? These are {len(chunks)} flat chunks now "
+                f"({_listed(chunks)}): no name or shape of the "
                 f"model's {len(names)} parameters ({_listed(names)}) is found among them, and all "
                 "parameters of a chunk would get the options of the group that holds it. "
                 "zero3.param_groups(model, lambda name, info: {...}) makes groups by the "
