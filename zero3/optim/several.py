@@ -90,7 +90,7 @@ class OptimizerList(torch.optim.Optimizer):
         return [group for member in self.members for group in member.param_groups]
 
     @property
-    def state(self) -> _StateOfAll:  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
         """The state of all members, by parameter. What is put into it goes to the member."""
         return _StateOfAll(self.members)
 
