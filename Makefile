@@ -15,6 +15,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 LAUNCH := set -- $$($(BIN)/python -c 'import os, torch; n = int("$(NPROC)" or torch.cuda.device_count() or 2); print(n, max(1, os.cpu_count() // n))'); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$1
 
+LOW_BIT := $(CURDIR)/$(VENV)/low-bit
+
 PYTEST := TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest
 
 # Without ARGS tests run in three parts at once: most wait for processes and threads of their own more than they compute.
@@ -27,17 +29,17 @@ pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),parts=$$(mktemp -d); \
 	cat $$parts/first $$parts/second; rm -r $$parts; exit $$failed)
 
 # What .ci/run needs, and the parts that it runs beside all else.
-STAMPS := examples tests dev docs trl package deepspeed bitsandbytes
+STAMPS := examples tests dev docs trl package deepspeed low-bit
 
 .DEFAULT_GOAL := help
-.PHONY: help install first-part second-part third-part finetune sft test test-all deepspeed bitsandbytes lint types docs package soak mutants versions clean
+.PHONY: help install first-part second-part third-part finetune sft test test-all deepspeed low-bit lint types docs package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-finetune: $(VENV)/.examples  ## fine-tune a small language model, on all GPUs or else in two CPU processes (NPROC, ARGS)
-	@$(LAUNCH) examples/finetune.py $(ARGS)
+finetune: $(VENV)/.examples $(if $(findstring 8bit,$(ARGS)),$(VENV)/.low-bit)  ## fine-tune a small language model, on all GPUs or else in two CPU processes (NPROC, ARGS)
+	@$(if $(findstring 8bit,$(ARGS)),export PYTHONPATH=$(LOW_BIT):$$PYTHONPATH;) $(LAUNCH) examples/finetune.py $(ARGS)
 
 sft: $(VENV)/.examples $(VENV)/.trl  ## fine-tune a small model on chats, with TRL, likewise (NPROC, ARGS)
 	@$(LAUNCH) examples/sft.py $(ARGS)
@@ -59,8 +61,8 @@ first-part second-part third-part: $(VENV)/.examples $(VENV)/.tests
 deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/guards/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
 
-bitsandbytes: $(VENV)/.examples $(VENV)/.tests $(VENV)/.bitsandbytes  ## run the tests of quantised weights and 8-bit optimizers with bitsandbytes installed
-	PYTHONPATH=$(CURDIR)/$(VENV)/bitsandbytes:$$PYTHONPATH $(BIN)/python -m pytest tests/optim/test_bitsandbytes.py tests/quantized/test_bitsandbytes.py tests/quantized/test_operations.py tests/quantized/test_loading_codes.py $(ARGS)
+low-bit: $(VENV)/.examples $(VENV)/.tests $(VENV)/.low-bit  ## run the tests of quantised weights, and of 8-bit and 4-bit optimizers, with bitsandbytes and torchao installed
+	PYTHONPATH=$(LOW_BIT):$$PYTHONPATH $(BIN)/python -m pytest $(if $(SLOW),--slow-part $(SLOW)) tests/optim/test_low_bit.py tests/quantized/test_bitsandbytes.py tests/quantized/test_operations.py tests/quantized/test_loading_codes.py $(ARGS)
 
 lint: $(VENV)/.dev  ## check style and formatting
 	$(BIN)/ruff check .
@@ -117,8 +119,8 @@ $(VENV)/.deepspeed: $(VENV)/.tests
 	@$(BIN)/python -c 'import sys; sys.path.insert(0, "$(VENV)/deepspeed"); import deepspeed' > $@.log 2>&1 || { cat $@.log; exit 1; }
 	@touch $@
 
-# Likewise: peft and transformers would import it, which takes seconds in each process.
-$(VENV)/.bitsandbytes: $(VENV)/.tests
-	@echo "Installing bitsandbytes into $(VENV)/bitsandbytes"
-	@$(PIP) --upgrade --target $(VENV)/bitsandbytes --no-deps bitsandbytes
+# Likewise: peft and transformers would import them, which takes seconds in each process.
+$(VENV)/.low-bit: $(VENV)/.examples
+	@echo "Installing bitsandbytes and torchao into $(VENV)/low-bit"
+	@$(PIP) --upgrade --target $(LOW_BIT) --no-deps bitsandbytes torchao
 	@touch $@

@@ -58,6 +58,19 @@ def open_model(options: argparse.Namespace, config: PreTrainedConfig, ranks: Ran
     return NeoX(options, config, ranks) if by_hand else AnyModel(options, config, ranks)
 
 
+def make_optimizer(model: CausalLM, options: argparse.Namespace) -> torch.optim.Optimizer:
+    settings = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(zero3.get_trainable_chunk(model.sharded), **settings)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ModuleNotFoundError:
+        raise SystemExit("--optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes") from None
+    # it quantises its moments in blocks of 256 elements: no cut between ranks may lie inside one
+    made: torch.optim.Optimizer = AdamW8bit(zero3.param_groups(model.sharded, lambda name, info: {"align": 256}), **settings)
+    return made
+
+
 def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
     """The whole job: read, shard, measure, train, measure again, save."""
     torch.manual_seed(options.seed)
@@ -71,7 +84,7 @@ def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
     model = open_model(options, config, ranks)
     if ranks.rank == 0:
         print(zero3.report(model.sharded), file=sys.stderr)
-    optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model.sharded), lr=options.lr, weight_decay=options.weight_decay)
+    optimizer = make_optimizer(model, options)
     optimizer = zero3.offload_optimizer(optimizer)  # its state rests where the chunks do, with --offload
 
     texts: dict[str, str] = {}

@@ -50,6 +50,22 @@ class Trainer(Zero3Mixin, SFTTrainer):
     """That is all that sharding takes."""
 
 
+class MuonAndAdamW:
+    """Muon for the matrices of blocks, AdamW for the rest. A trainer makes one, and calls it with the sharded model."""
+
+    def __call__(self, model: Any, **settings: Any) -> list[torch.optim.Optimizer]:
+        def choose(name: str, info: zero3.ParamInfo) -> dict[str, Any]:
+            return {"whole": info.ndim == 2 and "embed" not in name and "lm_head" not in name}
+
+        made: list[torch.optim.Optimizer] = []
+        for group in zero3.param_groups(model, choose):  # Muon needs whole matrices: each lies on one rank
+            if group["whole"]:
+                made.append(torch.optim.Muon([group], adjust_lr_fn="match_rms_adamw", **settings))
+            else:
+                made.append(torch.optim.AdamW([group], **settings))
+        return made
+
+
 def new_parser() -> argparse.ArgumentParser:
     summary, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=summary, epilog=examples, formatter_class=HelpFormatter)
@@ -71,6 +87,7 @@ def new_parser() -> argparse.ArgumentParser:
     add("--max-length", type=int, metavar="N", default=1024, help="tokens; longer chats are cut off")
     add("--packing", action="store_true", help="put several chats into each sequence of --max-length")
     add("--lr", type=float, metavar="X", help="peak learning rate (default: 2e-3 for the small model, 2e-5 with --model, 2e-4 with --lora)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: Muon for the matrices of blocks, AdamW for the rest")
     add("--checkpointing", action="store_true", help="activation checkpointing: less memory, a third more time")
     add("--offload", metavar="WHERE", help="let chunks, gradients and moments rest in the host's memory (cpu), or in files in a directory")
     add("--seed", type=int, metavar="N", default=0, help="of fresh weights, order and dropout")
@@ -244,7 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(options.patience))
     data = {"train_dataset": parts["train"], "eval_dataset": parts["test"], "processing_class": tokenizer}
-    trainer = Trainer(model=model, args=config, callbacks=callbacks, **data)
+    muon = (MuonAndAdamW, {"lr": options.lr}) if options.optimizer == "muon" else None
+    trainer = Trainer(model=model, args=config, callbacks=callbacks, optimizer_cls_and_kwargs=muon, **data)
     if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):
         raise SystemExit(f"--max-length {options.max_length}: no chat has an answer within it")
     saved = list(Path(config.output_dir).glob("checkpoint-*/trainer_state.json")) if options.resume else []  # it is written last

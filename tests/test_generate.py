@@ -11,6 +11,7 @@ import transformers as t
 from torch import Tensor, nn
 
 import zero3
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest
 from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, train, words_of
@@ -48,7 +49,7 @@ def on_ranks(size: int, build: Callable[[], nn.Module], body: Callable[[Any, Thr
     return run_ranks(size, lambda group: body(zero3.shard(models[group.rank], process_group=group, **options), group))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("policy", [{}, {"prefetch_depth": 0}, {"dynamic": True}, {"stage": 2}, {"param_dtype": torch.float32}], ids=str)
 def test_generate_reads_the_roots_parameters_between_its_forwards(policy: dict[str, Any], world_size: int) -> None:
     build = lambda: built(Prompted)  # noqa: E731

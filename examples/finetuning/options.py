@@ -67,6 +67,7 @@ def parser_for(description: str) -> argparse.ArgumentParser:
     add("--sequence-length", type=positive, metavar="N", default=128, help="tokens a sequence")
     add("--lr", type=float, metavar="X", help="peak learning rate (default: 3e-3 for the small model, 3e-5 with --model, 3e-4 with --lora)")
     add("--warm-up", type=float, metavar="X", default=0.1, help="share of the steps before lr falls along a cosine")
+    add("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw", help="adamw_8bit: moments in eight bits, of bitsandbytes")
     add("--weight-decay", type=float, metavar="X", default=0.01, help="of AdamW")
     add("--max-norm", type=float, metavar="X", default=1.0, help="gradients are clipped to this norm")
     add("--held-out", type=positive, metavar="N", default=64, help="most sequences to measure the held-out loss on")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, by_shard, check_parity, in_sequence, on_ranks
 from tests.support.stacks import WIDTH, built
@@ -70,7 +71,7 @@ CHOICES: dict[str, Choose] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 def test_layers_left_out_by_some_ranks(choose: Choose, world_size: int) -> None:
     check_parity(

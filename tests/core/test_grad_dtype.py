@@ -183,6 +183,7 @@ def added_by_hand(chunk: torch.dtype, policy: ShardingPolicy, shards: int, *, as
     return total.to(keep), reduce
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize(
     ("inside", "fields"),

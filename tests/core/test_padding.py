@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, check_parity, full_parameters, process_group
 
@@ -69,7 +70,7 @@ def test_a_parameter_without_a_gradient_that_is_cut_between_ranks_gets_zeros(par
     check_parity(lambda: nn.Sequential(PartlyUsed(), PartlyUsed()), program, world_size=world_size, parts=parts)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_a_layer_that_is_partly_on_meta_has_the_values_that_there_are(world_size: int) -> None:
     """The others are unloaded until they are loaded."""
 

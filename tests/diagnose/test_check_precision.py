@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence, process_group
 from tests.support.stacks import Block, Stack, loss_of
@@ -59,7 +60,7 @@ def checked(world_size: int, policy: ShardingPolicy, seed: int, **options: Any) 
     return run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("name", POLICIES)
 def test_check_calls_nothing_wrong_that_is_cast_alike(name: str, world_size: int) -> None:
     for seed in SEEDS:

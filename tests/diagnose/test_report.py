@@ -9,11 +9,12 @@ from torch import nn
 import zero3
 from tests.support.footprint import LAYERS, Formula, make
 from tests.support.live import LiveBytes, LonelyCommunicator
+from tests.support.models import WORLDS
 from tests.support.stacks import Block, Stack
 from zero3 import ShardingPolicy, Zero3Layer
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_its_bytes_are_those_of_the_formula(world_size: int) -> None:
     formula = Formula(world_size, 1)
     found = zero3.report(make(world_size))

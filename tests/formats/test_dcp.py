@@ -22,6 +22,7 @@ import zero3
 from tests.checkpoint.test_nothing_is_unpickled import Trap
 from tests.formats.test_round_trips import Full, convert, fails, loaded
 from tests.support.checkpoints import Odd, assert_same, odd, train
+from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -100,7 +101,7 @@ def load_into_zero3(path: Path, world_size: int) -> tuple[Full, Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("kind", ["named", "flat"])
 def test_what_fsdp2_saves(kind: str, world_size: int, theirs: tuple[Path, Full], tmp_path: Path) -> None:
     directory, (model, optimizer) = theirs

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import zero3
+from tests.support.models import WORLDS
 from tests.support.ranks import run_ranks
 from tests.support.reference import Turn, by_shard, check_parity
 from tests.support.stacks import WIDTH, Block, Stack, built, stack, train, train_and_look
@@ -96,7 +97,7 @@ def adapted() -> Stack:
     return built(lambda: Stack(Adapted(7), Adapted(8)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("stage", [3, 2, 1])
 def test_a_parametrization_registered_in_each_forward_is_no_write(world_size: int, stage: int) -> None:
     check_parity(adapted, train_and_look, world_size=world_size, shard=by_shard, policy=zero3.ShardingPolicy(stage=stage))

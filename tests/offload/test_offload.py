@@ -82,6 +82,7 @@ POLICIES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", "files"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @WORLDS

@@ -27,6 +27,7 @@ from zero3.stores.untouched import UntouchedGradient, to_bring
 INF = float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "max_norm"), [(2.0, 0.1), (2.0, 1e6), (1.0, 0.1), (INF, INF)])
 @pytest.mark.parametrize("how", ["chunks", "groups", "whole"])
 @WORLDS

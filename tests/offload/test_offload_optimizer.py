@@ -20,6 +20,7 @@ from tests.support.reference import Turn, check_parity, in_sequence
 from zero3.offload.one_by_one import try_out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["chunks", "groups", "whole"])
 @pytest.mark.parametrize("name", MAKES)
 @WORLDS

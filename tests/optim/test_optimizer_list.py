@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.models import WIDTH, mlp, rows
+from tests.support.models import WIDTH, WORLDS, mlp, rows
 from tests.support.ranks import ThreadCommunicator, run_ranks
 
 Pair = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
@@ -56,7 +56,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return zero3.full_state_dict(model, rank0_only=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_optimizerlist_trains_as_plain_muon_and_adamw(world_size: int) -> None:
     model = mlp()
     plain = copy.deepcopy(model)

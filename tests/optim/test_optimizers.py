@@ -13,6 +13,7 @@ from torch import nn
 
 import zero3
 from tests.support import optimizers
+from tests.support.models import WORLDS
 from tests.support.param_groups import all_whole, as_layers, build, by_name, matrices_whole
 from tests.support.ranks import ThreadCommunicator, run_ranks
 
@@ -127,7 +128,7 @@ def checked(group: ThreadCommunicator, modules: list[nn.Module], make: Callable[
     return ""
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("name", RIGHT)
 def test_check_optimizer_passes_what_is_right(world_size: int, name: str) -> None:
     models = [build(rank) for rank in range(world_size)]

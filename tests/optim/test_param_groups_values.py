@@ -14,7 +14,7 @@ from zero3.access import states_of
 from zero3.optim.check_optimizer import owned_by
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_a_graph_that_lives_through_a_division_is_right_or_stale(world_size: int) -> None:
     """Where chunks stay as they are cut, its backward is right; where they are cut anew, it raises torch's own error."""
 

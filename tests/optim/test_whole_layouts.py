@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.support.processes import Rank, on_ranks
 from zero3.comm.factory import communicator_for
 from zero3.comm.process_group import GroupCommunicator
-from zero3.core.layout import ChunkLayout, Slot, deal
+from zero3.core.layout import ChunkLayout, Slot
+from zero3.optim.cuts import deal, dealt
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8)
 
@@ -22,7 +23,7 @@ shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8
 @given(shapes, st.integers(1, 6), st.data())
 def test_a_dealt_slot_lies_whole_in_its_owners_chunk(found: list[tuple[int, ...]], world_size: int, data: st.DataObject) -> None:
     owners = data.draw(st.lists(st.integers(0, world_size - 1), min_size=len(found), max_size=len(found)))
-    layout = ChunkLayout.dealt([(f"p{i}", shape) for i, shape in enumerate(found)], owners, world_size)
+    layout = dealt([(f"p{i}", shape) for i, shape in enumerate(found)], owners, world_size)
     assert sorted(slot.name for slot in layout.slots) == sorted(f"p{i}" for i in range(len(found)))
     assert layout.padded_numel == layout.numel == sum(torch.Size(shape).numel() for shape in found)
     assert sum(layout.chunk_numel(rank) for rank in range(world_size)) == layout.numel

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero3
+from tests.support.models import WORLDS
 from tests.support.param_groups import Options, all_whole, build, matrices_whole, mean, plain_groups, run_plain, steps
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
@@ -66,7 +67,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("options", [matrices_whole, lambda name, info: {"lr": 0.1 if "norm" in name else 0.3}])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 def test_a_sharded_model_of_any_class_has_groups_too(world_size: int, options: Options) -> None:
     def body(group: ThreadCommunicator) -> tuple[list[float], dict[str, Tensor]]:
         model = zero3.shard(models[group.rank], process_group=group if world_size > 1 else None)

@@ -125,6 +125,9 @@ class Row:
     # -- in one process
 
     def plain_begins(self, one: Plain) -> None: ...
+    def plain_optimizer(self, one: Plain, optimizer: Any) -> Any:
+        return optimizer
+
     def plain_between(self, one: Plain) -> None: ...
     def plain_around(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -342,9 +345,10 @@ class Plain(Side):
         for name, p in self.model.named_parameters():
             if p.requires_grad:
                 options = {} if self.is_ignored(name, p) else self.life.options(name, p)
-                options.pop("whole", None)
-                groups.append({"params": [p], **options})
+                groups.append({"params": [p], **{key: value for key, value in options.items() if key not in ("whole", "align")}})
         self.optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.5)
+        for row in self.life.rows:
+            self.optimizer = row.plain_optimizer(self, self.optimizer)
 
     def enter(self, world: World) -> None:
         self.world_size, self.shards = max(1, world[0]) * world[1], world[1]

@@ -13,6 +13,7 @@ import zero3
 from tests.pairs.joining import joined
 from tests.pairs.life import FILES, Life, Plain, Row, Sharded, Side, World
 from tests.pairs.model import BLOCKS, Data, drawn, is_adapter, is_base
+from tests.support.blocks import BLOCK, InBlocks
 from tests.support.models import Broken
 from zero3 import Float8, Int8
 
@@ -257,6 +258,19 @@ class Whole(Grouped):
     whole = True
 
 
+class Aligned(Grouped):
+    """State in blocks of two elements, as libraries have it in blocks of 256."""
+
+    def options(self, name: str, info: Any) -> dict[str, Any]:
+        return {**super().options(name, info), "align": BLOCK}
+
+    def optimizer(self, one: Sharded, optimizer: Any) -> Any:
+        return InBlocks(optimizer.param_groups)
+
+    def plain_optimizer(self, one: Plain, optimizer: Any) -> Any:
+        return InBlocks(optimizer.param_groups)
+
+
 class SetTrainable(Row):
     """Other parameters train from the second epoch on."""
 
@@ -288,7 +302,7 @@ class Listed(Row):
 
     def optimizer(self, one: Sharded, optimizer: Any) -> Any:
         dealt = [[{**group, "params": group["params"][part]} for group in optimizer.param_groups] for part in (slice(1), slice(1, None))]
-        return zero3.OptimizerList(*(torch.optim.SGD(groups, lr=0.05, momentum=0.5) for groups in dealt))
+        return zero3.OptimizerList(*(type(optimizer)(groups, lr=0.05, momentum=0.5) for groups in dealt))
 
 
 class OffloadedOptimizer(Row):
@@ -543,7 +557,11 @@ AXES: dict[str, dict[str, Row]] = {
     "named_gradients": {"scaled": ByName("named_gradients")},
     "full_gradients": {"scaled": FullGradients("full_gradients", streams=True)},
     "clip_grad_norm_": {"0.5": Clipped("clip_grad_norm_", streams=True)},
-    "param_groups": {"": Grouped("param_groups"), "whole": Whole("param_groups", streams=True)},
+    "param_groups": {
+        "": Grouped("param_groups"),
+        "whole": Whole("param_groups", streams=True),
+        "align": Aligned("param_groups", streams=True),
+    },
     "set_trainable": {"others": SetTrainable("set_trainable")},
     "evaluation": {"no_grad": Evaluated("evaluation", streams=True)},
     "resident": {"evaluation": Resident("resident", streams=True)},

@@ -9,7 +9,7 @@ from zero3 import NF4
 from zero3.quantized import codec as codecs
 from zero3.quantized.codec import dynamic_values
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make bitsandbytes")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make low-bit")
 functional = pytest.importorskip("bitsandbytes.functional")
 
 SHAPES = [(256, 256), (10, 100), (3, 6), (1000,), (33, 128), (2, 7, 66), (64, 16384 // 64 * 3), (300, 70)]

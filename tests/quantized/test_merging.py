@@ -14,6 +14,7 @@ from torch import Tensor
 import zero3
 from tests.support.adapters import same_bits
 from tests.support.architectures import ARCHITECTURES
+from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
@@ -70,7 +71,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not {name: error for name, error in wrong.items() if error != 0}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("quantize", [zero3.NF4(), None], ids=["nf4", "none"])
 def test_save_merged_writes_what_peft_merges_into_the_dequantised_base(quantize: Any, kind: str, world_size: int, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import zero3
 from tests.huggingface.test_peft_adapters import lora, loss, without_warnings
 from tests.support.architectures import ARCHITECTURES
+from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 from tests.support.reference import Turn, assert_at_rest
 from zero3 import NF4, ShardingPolicy
@@ -74,7 +75,7 @@ def trained(rank: Rank, name: str, targets: Any) -> None:
     assert_at_rest(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize(("name", "targets"), [("Llama", "all-linear"), ("Mixtral", "all-linear")])
 def test_lora_on_a_quantized_base(world_size: int, name: str, targets: Any) -> None:
     """Mixtral's experts are one 3-D parameter each, which peft targets itself and folds its factors into."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.models import RANKS
 from tests.support.ranks import ThreadCommunicator
 from tests.support.training import loss_of, odd_model, sentences
 from zero3 import ParamInfo
 
-WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+WORLDS = pytest.mark.parametrize("world_size", [*RANKS, pytest.param(4, marks=pytest.mark.slow)])
 TOLERANCE = 1e-12
 
 Options = Callable[[str, ParamInfo], dict[str, Any] | None]

@@ -104,6 +104,7 @@ def test_joinable_on_a_mesh_with(plan: Plan) -> None:
     check(replace(plan, batches=batches, mesh=(2, 2)), 1e-6 if plan.kind == "llama" else 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, (2, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("replicas_only", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
@@ -121,6 +122,7 @@ def test_joinable_with_transactional(mesh: tuple[int, int] | None, whole: bool) 
     check(Plan(batches_on(mesh, of=2), mesh=mesh, policy=policy, whole=whole, tokens=True))
 
 
+@pytest.mark.slow
 @MESHES
 @pytest.mark.parametrize("tokens", [False, True])
 def test_joinable_with_step_guard_and_no_failure(mesh: tuple[int, int] | None, tokens: bool) -> None:
@@ -128,6 +130,7 @@ def test_joinable_with_step_guard_and_no_failure(mesh: tuple[int, int] | None, t
     check(Plan(((1, 2), (2, 1, 1), ())[: 3 if mesh != (2, 1) else 2], mesh=mesh if mesh in ((3, 1), (2, 1)) else None, guarded=True))
 
 
+@pytest.mark.slow
 @MESHES
 @pytest.mark.parametrize("place", PLACES)
 def test_joinable_with_a_failure_in_a_step_guard(mesh: tuple[int, int] | None, place: str) -> None:

@@ -40,6 +40,10 @@ class NamedSpan(NamedTuple):
         """Its elements of what holds them, `flat`, 1-D. A view."""
         return flat[self.offset : self.offset + self.numel]
 
+    def in_blocks(self, length: int) -> NamedSpan:
+        """Its blocks of `length` elements, among those of the flattened tensor."""
+        return NamedSpan(self.name, self.start // length, -(-self.stop // length), 0)
+
 
 class Contents:
     """Every parameter under its first name, and the tensors that are in no chunk: buffers, mostly.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..access import states_of
 from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.check_optimizer import warn_if_inexact
+from ..optim.low_bit import fresh_state, joined
 from ..optim.several import Optimizers, Together
 from ..optim.state_memory import land_steps
 from .contents import Contents, NamedSpan
@@ -69,16 +71,21 @@ def full_optimizer_state_dict(
     contents, together, held = _looked_at(model, optimizer, caller, reads=True)
     own = contents_of(together, held, contents)
     keeps = not rank0_only or contents.is_first
-    parts: dict[str, list[tuple[Tensor, NamedSpan]]] = {}
+    parts: dict[str, list[tuple[Held, NamedSpan]]] = {}
     for one in held:
         for span in one.spans if one.mine and contents.writes else ():
-            parts.setdefault(span.name, []).append((one.parameter, span))
+            parts.setdefault(span.name, []).append((one, span))
+    aligned = _aligned(together, own)
     state = {}
     for name, named in own.state.items():
         gathered = _gather(contents, together, parts.get(name, []), name, named)
         if keeps:
             tensors = {key: value.cpu() for key, value in gathered.items()}
-            state[name] = _decoded(named.scalars) | tensors
+            if (group := aligned.get(name)) is not None:
+                options, like = together.param_groups[group], torch.empty(contents.shape(name))
+                made = partial(fresh_state, together.owners[group], options, like)
+                tensors = joined(tensors, made)
+            state[name] = tensors | _decoded(named.scalars)
     if not keeps:
         return {}
     groups = [{**_decoded(options), "params": names} for options, names in own.groups]
@@ -89,10 +96,18 @@ def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: decode_scalar(value, torch.device("cpu")) for key, value in values.items()}
 
 
+def _aligned(optimizer: Together, own: OptimizerContents) -> dict[str, int]:
+    """The group of each parameter whose state may be quantised in blocks."""
+    numbered = enumerate(own.groups)
+    return {
+        n: group for group, (_, names) in numbered if optimizer.is_aligned(group) for n in names
+    }
+
+
 def _gather(
     contents: Contents,
     optimizer: Together,
-    parts: list[tuple[Tensor, NamedSpan]],
+    parts: list[tuple[Held, NamedSpan]],
     name: str,
     named: NamedState,
 ) -> dict[str, Tensor]:
@@ -105,12 +120,15 @@ def _gather(
     for key, (dtype, shape) in named.tensors(contents.shape(name)).items():
         found[key] = torch.zeros(shape, dtype=dtype_named(dtype), device=contents.device)
         flat = found[key].view(-1)
-        for parameter, span in parts:
-            own = optimizer.state[parameter][key].detach().reshape(-1)
-            if key in named.whole:
-                flat.copy_(own)
-            else:
+        for held, span in parts:
+            own = optimizer.tensors(held.group, held.parameter)[key].detach().reshape(-1)
+            if length := optimizer.blocks(held.group).get(key):
+                blocks = span.in_blocks(length)
+                flat[blocks.start : blocks.stop] = own
+            elif key in named.elements:
                 flat[span.start : span.stop] = span.of(own)
+            elif not span.start:  # the same in each slice
+                flat.copy_(own)
         if flat.numel():
             contents.communicator.all_reduce(flat.view(torch.uint8))
     return found
@@ -151,11 +169,11 @@ def load_full_optimizer_state_dict(
     communicator, device = contents.communicator, contents.device
     text = ""
     given: StateByName = {}
+    own = contents_of(together, held, contents, with_state=False)
     with agreeing(communicator, device, caller):
         if contents.is_first:
-            described, given = read_full(state_dict, contents)
+            described, given = read_full(state_dict, contents, _aligned(together, own))
             text = json.dumps(described.to_json())
-    own = contents_of(together, held, contents, with_state=False)
     text = exchange_texts(communicator, device, text)[0]
     source = OptimizerContents.from_json(json.loads(text))
     with agreeing(communicator, device, caller):

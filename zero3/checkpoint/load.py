@@ -236,10 +236,10 @@ class _Loader:
             source = OptimizerContents.from_json(found.content["optimizer"])
             self._placing = place(optimizer, self._held, own, source, contents)
             for name, state in source.state.items():
-                for key, dtype in state.elements.items():
-                    self._ranges.check(
-                        f"state:{key}", name, torch.Size(contents.shape(name)).numel(), dtype
-                    )
+                for key, (dtype, shape) in state.tensors(contents.shape(name)).items():
+                    if key in state.elements or self._ranges.holds(f"state:{key}", name):
+                        numel = torch.Size(shape).numel()
+                        self._ranges.check(f"state:{key}", name, numel, dtype)
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
         """Changes values. If a read fails, all parameters that it should have filled count as
@@ -290,10 +290,11 @@ class _Loader:
         """Fills the new state, which the optimizer does not hold yet."""
         if self._placing is not None:
             for name, key, start, values in self._placing.targets:
-                if start is not None:
-                    self._ranges.read(f"state:{key}", name, start, values)
+                if self._ranges.holds(f"state:{key}", name):
+                    self._ranges.read(f"state:{key}", name, start or 0, values.view(-1))
                 else:
-                    values.copy_(self._tensor(f"whole:{key}:{name}"))
+                    stored = self._at(f"whole:{key}:{name}")
+                    self._files.read(stored, start or 0, values.view(-1))
 
     def _fill_chunks(self, contents: Contents, stored: set[str]) -> None:
         for state in contents.states:
@@ -307,9 +308,13 @@ class _Loader:
         # graphs built before are stale
         torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])
 
-    def _tensor(self, name: str) -> Tensor:
+    def _at(self, name: str) -> Stored:
         if (stored := self._stored.get(name)) is None:
             raise ValueError(f"there is no {name!r}")
+        return stored
+
+    def _tensor(self, name: str) -> Tensor:
+        stored = self._at(name)
         value = torch.empty(stored.shape, dtype=stored.dtype)
         self._files.read(stored, 0, value.view(-1))
         return value

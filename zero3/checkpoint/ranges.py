@@ -50,6 +50,10 @@ class Ranges:
         for ranges in self._ranges.values():
             ranges.sort(key=lambda range_: range_[:2])
 
+    def holds(self, kind: str, name: str) -> bool:
+        """Whether anything is there, in ranges."""
+        return (kind, name) in self._ranges
+
     def check(self, kind: str, name: str, numel: int, dtype: str) -> None:
         """Raises ValueError unless the ranges cover all `numel` elements, each once."""
         end = 0

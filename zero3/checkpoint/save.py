@@ -314,14 +314,16 @@ def _part(kind: str, span: NamedSpan, flat: Tensor) -> ToWrite:
 def _state_entries(optimizer: Together, held: list[Held]) -> list[ToWrite]:
     entries = []
     for one in (one for one in held if one.spans and one.mine):
-        for key, value in optimizer.state.get(one.parameter, {}).items():
+        blocks = optimizer.blocks(one.group)
+        for key, value in optimizer.tensors(one.group, one.parameter).items():
             if not isinstance(value, Tensor):
                 continue
-            if value.shape == one.parameter.shape:
-                flat = value.detach().reshape(-1)
-                filled = (span for span in one.spans if span.numel)
+            flat, filled = value.detach().reshape(-1), [span for span in one.spans if span.numel]
+            if length := blocks.get(key):
+                entries += [_part(f"state:{key}", span.in_blocks(length), flat) for span in filled]
+            elif key not in blocks and value.shape == one.parameter.shape:
                 entries += [_part(f"state:{key}", span, flat) for span in filled]
-            elif value.dim():
+            elif value.dim() and not one.filled[0].start:
                 entries += _whole({f"whole:{key}:{one.filled[0].name}": value})
     return entries
 

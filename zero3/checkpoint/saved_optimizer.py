@@ -3,7 +3,8 @@
 The optimizer's own parameters may be any slices of the model's. A state tensor with the shape of
 the optimizer's parameter has an element for each of its elements, and is cut as the parameter is.
 A number, or a 0-dim tensor (`step`), counts for every name in the parameter. A tensor of another
-shape (Adafactor's rows and columns) needs a parameter that is whole on one rank.
+shape (Adafactor's rows and columns) needs a parameter that is whole on one rank, or an aligned one:
+its blocks are cut as it is. It is described as an optimizer over the unsharded model has it.
 
 The description is the same on every rank, and holds no tensors' values. So it goes into a manifest,
 a loading run compares it with what its own optimizer holds and keeps, and a foreign dict is turned
@@ -33,6 +34,7 @@ from ..comm.plain_values import (
 )
 from ..core.chunk import Chunk, Part
 from ..core.parameters import own_name
+from ..optim.low_bit import TABLE, fresh_state, tensors_of
 from ..optim.probe import builder, state_keys
 from ..optim.several import Together
 from ..optim.state_memory import empty_state
@@ -43,8 +45,8 @@ __all__: list[str] = []
 _log = logging.getLogger("zero3")
 _CPU = torch.device("cpu")
 
-# not options: `whole` tells how this run divides the model, and another may divide it otherwise
-_NOT_OPTIONS = ("params", "param_names", "whole")
+# not options: two tell how this run divides the model, and another may divide it otherwise
+_NOT_OPTIONS = ("params", "param_names", "whole", "align")
 
 Group = tuple[dict[str, Any], list[str]]  # options, as `encode_scalar` writes them, and names
 StateByName = Mapping[str, Mapping[str, Any]]  # name: key: value, as a full state dict has it
@@ -192,13 +194,16 @@ def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
     """
     found = NamedState()
     kind, where = optimizer.kinds[held.group], held.spans[0].name if held.spans else "padding"
-    own = tuple(held.parameter.shape)
-    for key, value in optimizer.state.get(held.parameter, {}).items():
+    own, blocks = tuple(held.parameter.shape), optimizer.blocks(held.group)
+    for key, value in optimizer.tensors(held.group, held.parameter).items():
         what = f"{kind}'s {key!r} of {where}"
         if not isinstance(key, str) or ":" in key:
             raise TypeError(f"{what}: a key must be a string without a colon")
         if not isinstance(value, Tensor) or (not value.dim() and (own or key == "step")):
             found.scalars[key] = encode_scalar(value, what)
+        elif key in blocks:
+            shape = _in_full(value, blocks[key], contents.shape(held.filled[0].name))
+            found.whole[key] = name_of(value.dtype), list(shape)
         elif value.shape == own:
             found.elements[key] = name_of(value.dtype)
         elif not held.spans or held.is_whole(contents):
@@ -210,6 +215,11 @@ def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
                 "whole=True)."
             )
     return found
+
+
+def _in_full(value: Tensor, length: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a tensor of blocks, or a table, has for the uncut parameter of `shape`."""
+    return tuple(value.shape) if length == TABLE else (-(-torch.Size(shape).numel() // length),)
 
 
 def contents_of(
@@ -286,10 +296,13 @@ def _check_even(
 # What a caller's dict holds
 
 
-def read_full(state_dict: Any, contents: Contents) -> tuple[OptimizerContents, StateByName]:
+def read_full(
+    state_dict: Any, contents: Contents, aligned: Iterable[str]
+) -> tuple[OptimizerContents, StateByName]:
     """Returns a description of a full state dict, and its state; both by parameters' first names.
 
-    Rank 0 calls it, before anything is sent or changed.
+    The state of the `aligned` ones has plain tensors only. Rank 0 calls it, before anything is sent
+    or changed.
 
     Raises:
         ValueError: Names or groups are missing or repeated, or tensors can't be read.
@@ -308,6 +321,8 @@ def read_full(state_dict: Any, contents: Contents) -> tuple[OptimizerContents, S
         raise TypeError(f"{what}, found {_shown(state)}")
     _check_names(state, "state")
     given = _by_first_name(state, contents)
+    quantised = [name for name in aligned if name in given]
+    given |= {name: tensors_of(given[name], contents.shape(name)) for name in quantised}
     read = [_read_group(number, group, contents) for number, group in enumerate(groups)]
     counts = Counter(name for _, names in read for name in names)
     if twice := [name for name, count in counts.items() if count > 1]:
@@ -448,6 +463,43 @@ class Placing:
             self.targets.append(Target(held.filled[0].name, key, None, state[key]))
         self.state.append((parameter, state))
 
+    def allocate_in_blocks(
+        self, held: Held, named: NamedState, shape: tuple[int, ...]
+    ) -> list[str]:
+        """As `allocate`, for an aligned parameter, which is one of the model's, of `shape`, or a
+        piece of it. The optimizer makes the tensors. Returns where it keeps others, in words.
+        """
+        (span,) = held.filled
+        together, number = self.optimizer, held.group
+        owner, group = together.owners[number], together.param_groups[number]
+        state, blocks = (
+            fresh_state(owner, group, held.parameter, held.parameter),
+            together.blocks(number),
+        )
+        kept: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for key, value in tensors_of(state, held.parameter.shape).items():
+            if isinstance(value, Tensor) and value.dim():
+                length = blocks.get(key)
+                full = shape if length is None else _in_full(value, length, shape)
+                kept[key] = name_of(value.dtype), full
+                start = None if length == TABLE else span.in_blocks(length or 1).start
+                flat = value if start is None else value.view(-1)
+                if flat.numel():
+                    self.targets.append(Target(span.name, key, start, flat))
+        numbers = named.scalars.items()
+        state |= {key: decode_scalar(value, held.parameter.device) for key, value in numbers}
+        self.state.append((held.parameter, state))
+        saved = named.tensors(shape)
+        return [
+            f"{key} of {span.name} is {_told(saved.get(key))}, expected {_told(kept.get(key))}"
+            for key in sorted({*saved, *kept})
+            if saved.get(key) != kept.get(key)
+        ]
+
+
+def _told(found: tuple[str, tuple[int, ...]] | None) -> str:
+    return "nothing" if found is None else f"{found[0]} {list(found[1])}"
+
 
 def place(
     optimizer: Together,
@@ -464,7 +516,8 @@ def place(
     """
     problems = _problems_of_groups(optimizer, own, source, contents)
     problems += _problems_of_kinds(own, source)
-    problems += _KeptKeys(optimizer, source, contents).problems(held)
+    flat = [one for one in held if not optimizer.is_aligned(one.group)]
+    problems += _KeptKeys(optimizer, source, contents).problems(flat)
     by_name = source.options_by_name()
     placing = Placing(optimizer, [])
     for (_, names), group in zip(own.groups, optimizer.param_groups, strict=True):
@@ -474,6 +527,10 @@ def place(
     for one in held:
         named = {span.name: source.state.get(span.name, NamedState()) for span in one.filled}
         if any(state.keys for state in named.values()):
+            if optimizer.is_aligned(one.group):
+                ((name, state),) = named.items()
+                problems += placing.allocate_in_blocks(one, state, contents.shape(name))
+                continue
             problems += _problems_of_slices(one, named, contents)
             if not problems:
                 placing.allocate(one, named)
@@ -570,7 +627,7 @@ def _problems_of_slices(held: Held, named: dict[str, NamedState], contents: Cont
         for key, (_, shape) in state.whole.items():
             problems.append(
                 f"{key} of {name} has {tuple(shape)}, expected {contents.shape(name)}: other "
-                "shapes go with whole parameters only (param_groups with whole=True)"
+                "shapes go with whole and aligned parameters (param_groups with whole or align)"
             )
     return problems
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +42,14 @@ class Slot:
         return self.shape, self.stride, self.offset
 
 
+def side_by_side(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
+    """Makes slots of these names and shapes, one after another."""
+    slots: list[Slot] = []
+    for name, shape in shapes:
+        slots.append(Slot(name, tuple(shape), slots[-1].stop if slots else 0))
+    return tuple(slots)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The part of a slot that one rank's chunk holds: elements `[start, stop)` of the slot, at
@@ -69,7 +77,7 @@ class ChunkLayout:
     | slot a | slot b        | slot c   | slot d           |pad|    pad < W elements, always 0
 
     `bounds`, if given, are `world_size + 1` positions at which the buffer is cut instead; then
-    there is no padding. See `dealt`.
+    there is no padding.
     """
 
     slots: tuple[Slot, ...]
@@ -81,32 +89,7 @@ class ChunkLayout:
         named = list(shapes)
         # stable
         ordered = sorted(named, key=lambda item: math.prod(item[1]) % ALIGNMENT_NUMEL != 0)
-        slots, offset = [], 0
-        for name, shape in ordered:
-            slots.append(Slot(name, tuple(shape), offset))
-            offset = slots[-1].stop
-        return cls(tuple(slots), world_size)
-
-    @classmethod
-    def dealt(
-        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], owners: Sequence[int], world_size: int
-    ) -> ChunkLayout:
-        """A layout in which each slot is whole in the chunk of one rank, its owner. A rank that
-        owns nothing has an empty chunk.
-        """
-        named = list(zip(shapes, owners, strict=True))
-        sizes = [
-            sum(math.prod(shape) for (_, shape), owner in named if owner == rank)
-            for rank in range(world_size)
-        ]
-        ordered = [item for rank in range(world_size) for item, owner in named if owner == rank]
-        slots, offset = [], 0
-        for name, shape in ordered:
-            slots.append(Slot(name, tuple(shape), offset))
-            offset = slots[-1].stop
-        return cls(
-            tuple(slots), world_size, tuple(sum(sizes[:rank]) for rank in range(world_size + 1))
-        )
+        return cls(side_by_side(ordered), world_size)
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -190,19 +173,6 @@ class ChunkLayout:
             if start < stop:
                 found.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
         return tuple(found)
-
-
-def deal(sizes: Sequence[int], world_size: int) -> list[int]:
-    """Chooses an owner for each of `sizes` so that ranks own about the same. The largest comes
-    first; the rank with least gets it.
-    """
-    owned = [0] * world_size
-    owners = [0] * len(sizes)
-    # a stable sort, so the result is the same on all ranks
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owners[index] = owned.index(min(owned))
-        owned[owners[index]] += sizes[index]
-    return owners
 
 
 def megabytes(nbytes: int) -> str:

@@ -101,9 +101,13 @@ class _Checkpoint:
                 values[key] = small(
                     self._by_ranges(f"state:{key}", name, dtype, run.tensors[name].shape)
                 )
-            run.state[name] = values | {
-                key: self._stored[f"whole:{key}:{name}"] for key in named.whole
-            }
+            for key, (dtype, other) in named.whole.items():
+                values[key] = (
+                    small(self._by_ranges(f"state:{key}", name, dtype, tuple(other)))
+                    if self._ranges.holds(f"state:{key}", name)
+                    else self._stored[f"whole:{key}:{name}"]
+                )
+            run.state[name] = values
         return replace(run, classes=contents.kinds, groups=groups)
 
     def _by_ranges(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> Lazy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from ..guards.marks import state_of
 from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of
+from ..optim.probe import fitting
 from ..optim.several import held_by
 
 __all__: list[str] = []
@@ -27,7 +29,8 @@ _TOGETHER = (
 
 class Handover:
     """Made before `models` are sharded, finished after it: remembers by name which group of which
-    optimizer each parameter is in.
+    optimizer each parameter is in. A group gets flat chunks, aligned parts or whole parameters, the
+    first on which its optimizer is exact.
 
     Raises:
         ValueError: An optimizer holds parameters that are neither of these models nor chunks, or
@@ -53,15 +56,38 @@ class Handover:
         ]
 
     def finish(self) -> None:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
+        used = {place for places in self._places for place in places.values()}
+        for number, optimizer in enumerate(self._optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                if (number, index) in used:
+                    group.update(fitting(optimizer, group, group["params"][0].device))
                 group["params"] = [
                     parameter for parameter in group["params"] if is_chunk(parameter)
                 ]
                 group.pop("param_names", None)  # of what it does not hold any more
         for model, places in zip(self._models, self._places, strict=True):
-            for (number, index), parameters in _divided(model, places):
+            for (number, index), parameters in self._divided(model, places):
                 self._optimizers[number].param_groups[index]["params"] += parameters
+
+    def _divided(
+        self, model: nn.Module, places: Mapping[str, _Place | None]
+    ) -> Iterator[tuple[_Place, list[nn.Parameter]]]:
+        """What each group of `places` gets: chunks, or parts as its optimizer needs them."""
+        found = set(places.values())
+        cut: dict[_Place, dict[str, Any]] = {}
+        for number, index in filter(None, found):
+            group = self._optimizers[number].param_groups[index]
+            cut[number, index] = {key: group[key] for key in ("whole", "align") if key in group}
+        if len(cut) == len(found) == 1 and not any(cut.values()):
+            yield from ((place, get_trainable_chunk(model)) for place in cut)
+        elif cut:
+            groups = param_groups(
+                model,
+                lambda name, info: (
+                    {"place": place, **cut[place]} if (place := places[name]) is not None else None
+                ),
+            )
+            yield from ((group["place"], group["params"]) for group in groups)
 
 
 def is_chunk(parameter: torch.Tensor) -> bool:
@@ -124,17 +150,3 @@ def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.requires_grad
     )
-
-
-def _divided(
-    model: nn.Module, places: Mapping[str, _Place | None]
-) -> Iterator[tuple[_Place, list[nn.Parameter]]]:
-    found = set(places.values())
-    if len(found) == 1 and None not in found:
-        yield from ((place, get_trainable_chunk(model)) for place in found if place is not None)
-    elif found - {None}:
-        groups = param_groups(
-            model,
-            lambda name, info: {"place": place} if (place := places[name]) is not None else None,
-        )
-        yield from ((group["place"], group["params"]) for group in groups)

@@ -27,9 +27,8 @@ from ..names import named_tensors
 from ..offload.activations import offload_activations
 from ..offload.optimizer import offload_optimizer
 from ..optim.check_optimizer import check_optimizer
-from ..optim.param_groups import param_groups
-from ..policy import ParamInfo
 from . import trainer_checkpoints as checkpoints
+from . import trainer_optimizers as optimizers
 from .handover import Handover
 from .preparing import Policy, Sharding, enclose_forward
 from .versions import require
@@ -93,8 +92,6 @@ _REFUSED = MappingProxyType(
         ),
     }
 )
-# arguments of optimizers that want whole parameters
-_OWN_PARAMETERS = ("params", "model", "optimizer_dict")
 
 
 class Zero3Mixin(_Base):
@@ -256,42 +253,30 @@ class Zero3Mixin(_Base):
             )
             return optimizer
         if self.optimizer is None:
-            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
-                self.args, self.model
-            )
-            takes_the_model = not (
-                isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-            )
-            if takes_the_model or any(key in options for key in _OWN_PARAMETERS):
+            name = str(getattr(self.args.optim, "value", self.args.optim))
+            try:
+                self.optimizer = self._make_optimizer(name)
+                check_optimizer(self.model, self.optimizer)
+            except ValueError as error:
                 raise ValueError(
-                    f"optim={self.args.optim!r} divides whole parameters itself, and has chunks "
-                    "here: choose another one"
-                )
-            decays = set(self.get_decay_parameter_names(twin(self.model)))
-
-            def choose(name: str, info: ParamInfo) -> dict[str, float]:
-                return {"weight_decay": float(name in decays)}
-
-            groups = param_groups(self.model, choose)
-            # TRL mixes the parameters of both, pair by pair
-            if getattr(self.args, "sync_ref_model", False):
-                param_groups(self.ref_model, choose)
-            for group in groups:  # two of them whatever the decay is, so that a checkpoint fits
-                group["weight_decay"] *= self.args.weight_decay
-            self.optimizer = kind(groups, **options)
-            self._check_optimizer()
+                    f"optim={name!r}: {error}. For that, call zero3.shard(model, ...) yourself, "
+                    "make the optimizer from such groups, and pass it: optimizers=(optimizer, None)"
+                ) from error
             self.optimizer = offload_optimizer(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
 
-    def _check_optimizer(self) -> None:
-        try:
-            check_optimizer(self.model, self.optimizer)
-        except ValueError as error:
-            raise ValueError(
-                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r}: {error}. For "
-                "that, call zero3.shard(model, ...) yourself, make the optimizer from such "
-                "groups, and pass it: optimizers=(optimizer, None)"
-            ) from error
+    def _make_optimizer(self, name: str) -> torch.optim.Optimizer:
+        if self.optimizer_cls_and_kwargs is None:
+            optimizers.refuse_dividing(name)
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, self.model
+        )
+        # TRL mixes the parameters of both, pair by pair
+        both = getattr(self.args, "sync_ref_model", False)
+        models = [self.model, *([self.ref_model] if both else [])]
+        decays = set(self.get_decay_parameter_names(twin(self.model)))
+        decay = self.args.weight_decay
+        return optimizers.make_optimizer(kind, options, models, decay, decays, self.args.device)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """As the trainer's, which would count the elements of this rank's chunks."""

@@ -23,7 +23,15 @@ from ..core.released import ReleasedParameter
 from ..guards.first_step import label_of
 from .param_groups import named_parameters
 from .pieces import Superseded
-from .probe import CannotProbe, builder, longest, probe_flat, probe_whole
+from .probe import (
+    CannotProbe,
+    builder,
+    fitting,
+    longest,
+    probe_aligned,
+    probe_flat,
+    probe_whole,
+)
 from .several import Optimizers, held_by, members_of
 
 __all__: list[str] = []
@@ -35,7 +43,6 @@ _REPLICATED = frozenset(
         ("zero3.zero1.optimizer", "ZeroRedundancyOptimizer"),
     }
 )
-_WHOLE = 'zero3.param_groups(model, lambda name, info: {"whole": True})'
 
 
 class Owned(NamedTuple):
@@ -206,25 +213,28 @@ def _check_maths(
 ) -> None:
     ranks = min(2, first.communicator.shards)
     for group in optimizer.param_groups:
+        build, align = builder(optimizer, group), group.get("align", 0)
         parts = [found[id(p)].part for p in group["params"] if id(p) in found and p.numel()]
         ndims = sorted({part.parameter.ndim for part in parts if part.whole})
         try:
-            if ndims and (
-                reason := probe_whole(builder(optimizer, group), first.device, ranks, ndims)
-            ):
+            if ndims and (reason := probe_whole(build, first.device, ranks, ndims)):
                 raise ValueError(
                     f"{_named(optimizer, group)} takes something over several parameters at once, "
                     f"which lie on several ranks: {reason}"
                 )
             if not all(part.whole for part in parts):
-                reason = probe_flat(
-                    builder(optimizer, group), first.device, ranks, longest(optimizer, group)
+                least, device = longest(optimizer, group), first.device
+                reason = (
+                    probe_aligned(build, device, ranks, align, least)
+                    if align
+                    else probe_flat(build, device, ranks, least)
                 )
                 if reason:
+                    slices = f"slices cut at multiples of {align}" if align else "flat slices"
                     raise ValueError(
                         f"{_named(optimizer, group)} does more than treat each element by itself, "
-                        f"but has flat slices of parameters: {reason}. Give it whole ones: "
-                        f"{_WHOLE}"
+                        f"but has {slices} of parameters: {reason}. "
+                        f"{_remedy(fitting(optimizer, group, device))}"
                     )
         except CannotProbe as cause:
             if strict:
@@ -235,8 +245,13 @@ def _check_maths(
                 ) from cause
 
 
+def _remedy(options: Mapping[str, Any]) -> str:
+    """The line to write for an optimizer that is exact with these `options` of `param_groups`."""
+    what = "aligned ones" if "align" in options else "whole ones"
+    spelled = ", ".join(f'"{key}": {value}' for key, value in options.items())
+    return f"Give it {what}: zero3.param_groups(model, lambda name, info: {{{spelled}}})"
+
+
 def _named(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    return (
-        f"{type(optimizer).__name__} "
-        f"({', '.join(f'{k}={v!r}' for k, v in group.items() if k in ('lr', 'whole', 'foreach'))})"
-    )
+    told = (key for key in group if key in ("lr", "whole", "align", "foreach"))
+    return f"{type(optimizer).__name__} ({', '.join(f'{key}={group[key]!r}' for key in told)})"

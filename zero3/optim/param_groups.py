@@ -37,6 +37,12 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     `step()`, and every rank gets the result. That rank alone holds the parameter's optimizer state.
     The ranks hold about equal numbers of elements.
 
+    With `align=n` among the options, each parameter is a part by itself, flattened. It is cut only
+    where blocks of n elements end, into pieces of at least 16 n, and not at all if its length is no
+    multiple of n. So an optimizer that quantises its state in blocks quantises each piece as it
+    would quantise the parameter: `align=256` serves the 8-bit and 4-bit optimizers of bitsandbytes
+    and torchao.
+
     Every rank calls it, with the same options. After a second call, make new optimizers: the
     parameters of the first call raise when they are used.
 
@@ -81,7 +87,7 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
         answers = _Answers(lines)
         answers.ask(model, states, options)
     found = families(states, lambda state, slot: answers.order[state, slot.name])
-    repartition(new_cuts(found, lambda state, slot: answers.choices[state, slot.name].whole))
+    repartition(new_cuts(found, lambda state, slot: answers.choices[state, slot.name]))
     return _divided(states, found, answers)
 
 
@@ -167,13 +173,14 @@ class _Answers:
             spelled = "none" if answer is None else _spelled(_checked(name, answer), objects)
             self.lines.append(f"the options of {name}: {spelled}")
             if answer is None:
-                self.choices[state, sharded.sites.name] = Choice(None, whole=False)
+                self.choices[state, sharded.sites.name] = Choice(None)
                 continue
             whole = answer.get("whole", False)
             if spelled not in numbers:
                 numbers[spelled] = len(self.groups)
                 self.groups.append(_Group(dict(answer), parameter, whole))
-            self.choices[state, sharded.sites.name] = Choice(numbers[spelled], whole)
+            choice = Choice(numbers[spelled], whole, answer.get("align", 0))
+            self.choices[state, sharded.sites.name] = choice
 
     def chooser(self, state: LayerState) -> Callable[[Slot], Choice]:
         return lambda slot: self.choices[state, slot.name]
@@ -213,6 +220,17 @@ def _checked(name: str, answer: Any) -> dict[str, Any]:
     if not isinstance(answer.get("whole", False), bool):
         raise TypeError(
             f"options({name!r}) returned whole={answer['whole']!r}, expected True or False"
+        )
+    align = answer.get("align", 1)
+    if not isinstance(align, int) or isinstance(align, bool) or align < 1:
+        raise ValueError(
+            f"options({name!r}) returned align={align!r}, expected a positive int: the number of "
+            "elements in a block of the optimizer's state"
+        )
+    if "align" in answer and answer.get("whole"):
+        raise ValueError(
+            f"options({name!r}) returned align={align} with whole=True: a whole parameter is not "
+            "cut, so leave out align"
         )
     return dict(answer)
 

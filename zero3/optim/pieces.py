@@ -74,7 +74,13 @@ class Choice(NamedTuple):
     """The decision of `options` for one parameter."""
 
     group: int | None  # the group's number; None: in no group
-    whole: bool
+    whole: bool = False
+    align: int = 0  # it is cut at multiples of this alone; 0: anywhere
+
+    @property
+    def merges(self) -> bool:
+        """Whether neighbours of the same choice are one part."""
+        return not self.whole and not self.align
 
 
 def divide(
@@ -82,14 +88,14 @@ def divide(
 ) -> list[tuple[int, nn.Parameter]]:
     """Sets the chunk's parts, and returns those that have a group, with the group's number.
 
-    Neighbours in one group are one part. An empty parameter is a part by itself. If all slots of
-    the chunk, on all ranks, are in one group, the only part is the chunk itself.
+    Neighbours in one group are one part, unless they are aligned. An empty parameter is a part by
+    itself. If all slots of the chunk, on all ranks, are in one group, the only part is the chunk.
     """
     choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
     kinds = set(choices.values())
     left_out = frozenset(slot.name for slot, choice in choices.items() if choice.group is None)
     with torch.inference_mode(False):
-        if len(kinds) == 1 and (only := kinds.pop()).group is not None and not only.whole:
+        if len(kinds) == 1 and (only := kinds.pop()).group is not None and only.merges:
             parts = [Part(chunk.shard, 0, chunk.shard.numel())]
             numbered = [(only.group, chunk.shard)]
         else:
@@ -104,7 +110,7 @@ def _parts_of(
     spans: list[tuple[int, int, Choice, tuple[int, ...]]] = []
     for piece in chunk.pieces:
         start, stop, choice = piece.place.start, piece.place.stop, choices[piece.slot]
-        if spans and not choice.whole and spans[-1][2] == choice:
+        if spans and choice.merges and spans[-1][2] == choice:
             start = spans.pop()[0]
         spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))
     # empty parameters: no piece has them, but an optimizer keeps state for them
@@ -115,7 +121,7 @@ def _parts_of(
     # shares the version counter, so that a step on a part counts as a change of the chunk
     flat = chunk.shard.detach()
     parts, numbered = [], []
-    for start, stop, choice, shape in spans or [(0, 0, Choice(None, whole=False), (0,))]:
+    for start, stop, choice, shape in spans or [(0, 0, Choice(None), (0,))]:
         parameter = nn.Parameter(
             flat[start:stop].view(shape), requires_grad=choice.group is not None
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,7 @@ TOLERANCE = 1e-3
 _SMALL = ((6, 5), (4,), (3, 4))
 # some optimizers treat small tensors differently: 8-bit state begins at 4096 elements
 _LARGE = ((65, 97), (64, 96), (4096,))
+ALIGNS = (128, 256, 512, 1024, 2048, 4096)  # block lengths that are tried
 _LONGEST = 1 << 20  # a larger number among an optimizer's settings is no length
 # attributes of every optimizer, which it does not keep as settings
 _OF_ALL = ("state", "param_groups", "defaults")
@@ -34,6 +36,16 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 # for each parameter: start and stop in a flat vector, and its shape
 Spans = list[tuple[int, int, tuple[int, ...]]]
+
+
+@contextmanager
+def trying(device: torch.device) -> Iterator[None]:
+    """Context for steps on small tensors, which leaves random generators as they were. Nothing is
+    compiled: torchao compiles each step, for half a minute.
+    """
+    stance = torch.compiler.set_stance("force_eager")
+    with random_state_kept(device), torch.inference_mode(False), torch.enable_grad(), stance:
+        yield
 
 
 class CannotProbe(Exception):
@@ -86,6 +98,21 @@ def probe_flat(build: Build, device: torch.device, ranks: int, longest: int = 0)
     return None
 
 
+def probe_aligned(
+    build: Build, device: torch.device, ranks: int, align: int, longest: int = 0
+) -> str | None:
+    """As `probe_flat`, for parameters that are cut at multiples of `align` only: one into pieces as
+    short as they may be, and others not at all.
+    """
+    blocks = max(64, -(-2 * max(longest, 4096) // align))
+    reference = _spans([(blocks, align), (blocks * align + 1,), (6, 5), (4099,)])
+    ends = (16 * align, 32 * align, blocks * align) if ranks > 1 else (blocks * align,)
+    spread: list[Spans] = [[(low, high, (high - low,))] for low, high in pairwise((0, *ends))]
+    for number, (low, high, _) in enumerate(reference[1:]):
+        spread[number % len(spread)].append((low, high, (high - low,)))
+    return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
+
+
 def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[int]) -> str | None:
     """As `probe_flat`, for parameters with `ndims` dimensions, each of which is whole on one of
     `ranks` ranks.
@@ -96,6 +123,24 @@ def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[
     reference = _spans(shapes)
     spread = [reference[rank::ranks] for rank in range(ranks)]
     return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
+
+
+def fitting(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Returns the options of `param_groups` under which an optimizer is exact on several ranks:
+    none, or the smallest `align` of a few, or `whole`. None too, if that can't be tried.
+    """
+    build, least = builder(optimizer, group), longest(optimizer, group)
+    try:
+        if probe_flat(build, device, 2, least) is None:
+            return {}
+        for align in ALIGNS:
+            if probe_aligned(build, device, 2, align, least) is None:
+                return {"align": align}
+    except CannotProbe:
+        return {}
+    return {"whole": True}
 
 
 def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build:
@@ -171,7 +216,7 @@ def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[s
         found = {key for key in found if _picture(vars(another).get(key)) == fresh[key]}
         if found:
             spans = _spans(shapes)
-            with random_state_kept(device), torch.inference_mode(False), torch.enable_grad():
+            with trying(device):
                 for _ in _steps(
                     made, made.param_groups[0]["params"], Problem.of(spans[-1][1], device), spans
                 ):
@@ -237,7 +282,7 @@ def state_keys(
         steps.
     """
     found: list[dict[str, str]] = []
-    with random_state_kept(device), torch.inference_mode(False), torch.enable_grad():
+    with trying(device):
         for shape in shapes:
             problem = Problem.of(torch.Size(shape).numel(), device)
             parameter = nn.Parameter(problem.start.clone().view(shape))
@@ -259,7 +304,7 @@ def state_keys(
 def _compare(
     build: Build, problem: Problem, reference: Spans, spread: Sequence[Spans]
 ) -> str | None:
-    with random_state_kept(problem.start.device), torch.inference_mode(False), torch.enable_grad():
+    with trying(problem.start.device):
         try:
             expected = _trained(build, problem, [reference])
         except Exception as error:

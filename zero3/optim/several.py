@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .low_bit import blocks_of, tensors_of
+
 __all__: list[str] = []
 
 Optimizers = (
@@ -209,6 +211,7 @@ class Together:
             for n in range(len(m.param_groups))
         ]
         self._owners: dict[Tensor, Any] = {}
+        self._blocks: dict[int, dict[str, int]] = {}
         for member in self.members:
             for parameter in held_by(member):
                 if (
@@ -224,6 +227,23 @@ class Together:
     @property
     def name(self) -> str:
         return ", ".join(type(member).__name__ for member in self.members)
+
+    def is_aligned(self, group: int) -> bool:
+        """Whether a group's parameters are apart, so that state may be quantised in blocks."""
+        return "align" in self.param_groups[group]
+
+    def tensors(self, group: int, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter. That of an aligned one has plain tensors only."""
+        state = self.state.get(parameter, {})
+        return tensors_of(state, parameter.shape) if self.is_aligned(group) else state
+
+    def blocks(self, group: int) -> dict[str, int]:
+        """See `low_bit.blocks_of`. Without `align` there are none."""
+        if group not in self._blocks:
+            found = self.is_aligned(group)
+            options = self.param_groups[group]
+            self._blocks[group] = blocks_of(self.owners[group], options) if found else {}
+        return self._blocks[group]
 
     def replace_state(self, state: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         for member in self.members:

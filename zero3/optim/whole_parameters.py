@@ -1,4 +1,6 @@
-"""Cuts chunks anew, so that each parameter that an optimizer needs whole lies on one rank."""
+"""Cuts chunks anew, so that each parameter that an optimizer needs whole lies on one rank, and
+blocks of others' quantised state are those of the uncut parameters.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from ..build.host import host_of, memory_for
 from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
-from ..core.layout import ChunkLayout, Slot, deal
+from ..core.layout import ChunkLayout, Slot
 from ..policy import dtypes_kept
-from .pieces import retire
+from .cuts import aligned, deal, dealt
+from .pieces import Choice, retire
 
 __all__: list[str] = []
 
@@ -65,7 +68,7 @@ def families(
 
 
 def new_cuts(
-    found: Sequence[Family], is_whole: Callable[[LayerState, Slot], bool]
+    found: Sequence[Family], choice_of: Callable[[LayerState, Slot], Choice]
 ) -> list[tuple[Family, list[ChunkLayout]]]:
     """Returns the families whose layouts have to change, with the new layouts. Owners are balanced
     over the whole model.
@@ -73,28 +76,35 @@ def new_cuts(
     world_size = found[0].state.communicator.shards if found else 1
     if world_size == 1:
         return []  # a single rank has every parameter whole
-    whole = [_dealt(family, is_whole) for family in found]
+    whole = [_dealt(family, choice_of) for family in found]
     owners = iter(deal([slot.numel for slots in whole for slot in slots], world_size))
+    loads = [0] * world_size
     wanted = []
-    for family, dealt in zip(found, whole, strict=True):
-        rest = [(slot.name, slot.shape) for slot in family.slots if slot not in dealt]
-        layouts = [] if dealt and not rest else [ChunkLayout.build(rest, world_size)]
-        if dealt:
+    for family, slots in zip(found, whole, strict=True):
+        rest = [slot for slot in family.slots if slot not in slots]
+        aligns = [choice_of(family.state, slot).align for slot in rest]
+        layouts = []
+        if any(aligns):
+            named = zip(rest, aligns, strict=True)
             layouts.append(
-                ChunkLayout.dealt(
-                    [(slot.name, slot.shape) for slot in dealt],
-                    [next(owners) for _ in dealt],
-                    world_size,
-                )
+                aligned([(slot.name, slot.shape, n) for slot, n in named], world_size, loads)
             )
-        as_made = not dealt and len(family.chunks) == 1 and family.chunks[0].layout.bounds is None
-        if layouts != family.layouts and not as_made:
+            loads = [load + layouts[0].chunk_numel(rank) for rank, load in enumerate(loads)]
+        elif rest or not slots:
+            layouts.append(
+                ChunkLayout.build([(slot.name, slot.shape) for slot in rest], world_size)
+            )
+        if slots:
+            named_slots = [(slot.name, slot.shape) for slot in slots]
+            layouts.append(dealt(named_slots, [next(owners) for _ in slots], world_size))
+        as_made = len(family.chunks) == 1 and family.chunks[0].layout.bounds is None
+        if layouts != family.layouts and not (as_made and not slots and not any(aligns)):
             wanted.append((family, layouts))
     return wanted
 
 
-def _dealt(family: Family, is_whole: Callable[[LayerState, Slot], bool]) -> list[Slot]:
-    whole = [slot for slot in family.slots if is_whole(family.state, slot)]
+def _dealt(family: Family, choice_of: Callable[[LayerState, Slot], Choice]) -> list[Slot]:
+    whole = [slot for slot in family.slots if choice_of(family.state, slot).whole]
     total = sum(slot.numel for slot in family.slots)
     rest = total - sum(slot.numel for slot in whole)
     return family.slots if whole and rest * RIDES_ALONG <= total else whole
@@ -110,9 +120,7 @@ def repartition(wanted: Sequence[tuple[Family, list[ChunkLayout]]]) -> None:
     if not wanted:
         return
     first = wanted[0][0].state
-    with agreeing(
-        first.communicator, first.device, "the memory for parameters that one rank holds whole"
-    ):
+    with agreeing(first.communicator, first.device, "the memory for chunks that are cut anew"):
         made = [_empty_chunks(family, layouts) for family, layouts in wanted]
     for (family, _), chunks in zip(wanted, made, strict=True):
         family.state.release()  # a layer may be kept fetched for its backward
@@ -120,7 +128,7 @@ def repartition(wanted: Sequence[tuple[Family, list[ChunkLayout]]]) -> None:
     agree(
         first.communicator,
         first.device,
-        "the gathering of parameters that one rank holds whole",
+        "the gathering of chunks that are cut anew",
         [],
     )
     for (family, _), chunks in zip(wanted, made, strict=True):

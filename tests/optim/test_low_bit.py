@@ -1,0 +1,250 @@
+"""Optimizers of bitsandbytes and torchao that keep their state in blocks of eight or four bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import zero3
+from tests.optim.test_optimizer_use import net
+from tests.support.processes import Rank, on_ranks
+from tests.support.trainers import launched, llama, logged, trainer_of
+
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make low-bit")
+made = bitsandbytes.optim
+
+EXACT: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "AdamW": made.AdamW,
+    "AdamW32bit": made.AdamW32bit,
+    "Lion": made.Lion,
+    "SGD": lambda params: made.SGD(params, lr=0.1, momentum=0.9),
+}
+# with the least `align` that is right
+IN_BLOCKS: dict[str, tuple[Callable[[Any], optim.Optimizer], int]] = {
+    "AdamW, 8 bits": (lambda params: made.AdamW(params, optim_bits=8), 256),
+    "AdamW, 8 bits of long tensors": (lambda params: made.AdamW(params, optim_bits=8, min_8bit_size=30_000), 2048),
+    "PagedAdamW, 8 bits": (lambda params: made.PagedAdamW(params, optim_bits=8), 256),
+    "Lion, 8 bits": (lambda params: made.Lion(params, optim_bits=8), 256),
+    "AdEMAMix, 8 bits": (lambda params: made.AdEMAMix(params, optim_bits=8), 256),
+    "AdamW8bit": (made.AdamW8bit, 256),
+    "Lion8bit": (made.Lion8bit, 256),
+}
+
+
+def check_each(rank: Rank) -> None:
+    """In processes: bitsandbytes is not right in two threads at once."""
+    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+    model = zero3.shard(net())
+    for make in EXACT.values():
+        zero3.check_optimizer(model, make(zero3.get_trainable_chunk(model)), strict=False)
+    for make, align in IN_BLOCKS.values():
+        with pytest.raises(ValueError, match=rf"does more than treat each element by itself.*{{\"align\": {align}}}\)"):
+            zero3.check_optimizer(model, make(zero3.get_trainable_chunk(model)))
+    whole = zero3.param_groups(model, lambda name, info: {"whole": True})
+    for make, _ in IN_BLOCKS.values():
+        zero3.check_optimizer(model, make(whole))
+    for cut in (128, 256, 2048):
+        parts = zero3.param_groups(model, lambda name, info, cut=cut: {"align": cut})
+        for make, align in IN_BLOCKS.values():
+            if cut >= align or rank.world_size == 1:
+                zero3.check_optimizer(model, make(parts))
+            else:
+                with pytest.raises(ValueError, match=rf"slices cut at multiples of {cut} of parameters.*{{\"align\": {align}}}\)"):
+                    zero3.check_optimizer(model, make(parts))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_check_optimizer_tells_8_bit_state_from_32_bit_state(world_size: int) -> None:
+    on_ranks(world_size, check_each)
+
+
+NAMES = [
+    "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "ademamix_8bit", "rmsprop_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit",
+    "lion_32bit", "paged_adamw_32bit", "ademamix", "rmsprop_bnb_32bit",
+]  # fmt: skip
+
+
+def train_by_names(rank: Rank, ours: bool) -> dict[str, Any]:
+    found = {}
+    warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+    with launched(rank), torch.compiler.set_stance("force_eager"):
+        for name in NAMES:
+            trainer = trainer_of(ours, llama(), rank.scratch / name, optim=name, max_steps=3)
+            trainer.train()
+            found[name] = logged(trainer, "loss", "grad_norm")
+    return found
+
+
+def test_the_trainer_gives_8_bit_optimizers_aligned_parts() -> None:
+    # own processes: bitsandbytes applies what the plain trainer tells it of one optimizer to all later ones, by places in groups
+    expected = on_ranks(2, train_by_names, False, debug="OFF", fresh=True)[0]
+    found = on_ranks(2, train_by_names, True)[0]
+    for name in NAMES:
+        assert len(expected[name]) == 3 and np.allclose(found[name], expected[name], rtol=3e-4), name
+
+
+# -- aligned parts: training, checkpoints and state dicts beside the library's optimizer in one process
+
+Make = Callable[[Any], optim.Optimizer]
+LENGTHS = [(160, 128), (101, 96), (50,), (4095,), (4096,), (16_384,), (3, 8192), (8191, 2), (), (0,), (1,)]
+
+
+class Part(nn.Module):
+    def __init__(self, number: int, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.number = number
+        self.value = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(number)))
+
+    def forward(self, seeds: list[int]) -> Tensor:
+        """Gradients are small whole numbers, whose sums over ranks have the same bits in any order."""
+        generators = [torch.Generator().manual_seed(100 * seed + self.number) for seed in seeds]
+        slopes = [torch.randint(-3, 4, self.value.shape, generator=generator) for generator in generators]
+        return (self.value * torch.stack(slopes).sum(0)).sum()
+
+
+class Block(nn.Module):
+    """Parameters of all lengths."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(20 * number + n, shape) for n, shape in enumerate(LENGTHS))
+
+    def forward(self, seeds: list[int]) -> Tensor:
+        return torch.stack([part(seeds) for part in self.parts]).sum()
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, range(2)))
+
+    def forward(self, seeds: list[int]) -> Tensor:
+        return torch.stack([block(seeds) for block in self.blocks]).sum()
+
+
+def libraries() -> dict[str, Make]:
+    low_bit = pytest.importorskip("torchao.optim", reason="torchao is not installed: make low-bit")
+    ours = {f"bitsandbytes {kind.__name__}": kind for kind in (made.AdamW8bit, made.Adam8bit, made.Lion8bit, made.AdEMAMix8bit)}
+    return {**ours, **{f"torchao {kind.__name__}": kind for kind in (low_bit.AdamW8bit, low_bit.AdamW4bit, low_bit.AdamWFp8)}}
+
+
+def sharded(rank: Rank, make: Make) -> tuple[nn.Module, optim.Optimizer]:
+    model = zero3.shard(Parts(), layers=Block, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
+    return model, make(zero3.param_groups(model, lambda name, info: {"align": 256}))
+
+
+def plainly(make: Make) -> tuple[nn.Module, optim.Optimizer]:
+    model = Parts()
+    return model, make(model.parameters())
+
+
+def go(model: nn.Module, optimizer: optim.Optimizer, steps: range, seeds: Callable[[int], list[int]]) -> None:
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, for half a minute
+        for step in steps:
+            optimizer.zero_grad()
+            model(seeds(step)).backward()
+            optimizer.step()
+
+
+def together(step: int) -> list[int]:
+    """The data of all ranks, however many they are."""
+    return [12 * step + number for number in range(12)]
+
+
+def own(rank: Rank) -> Callable[[int], list[int]]:
+    return lambda step: together(step)[rank.number :: rank.world_size]
+
+
+def assert_equal(model: nn.Module, plain: nn.Module, what: str) -> None:
+    found = zero3.full_state_dict(model, rank0_only=False)
+    for name, value in plain.named_parameters():
+        assert torch.equal(found[name], value.detach()), f"{what}: {name}"
+
+
+def train_as_one_process(rank: Rank, kept: Path) -> None:
+    for name, make in libraries().items():
+        model, optimizer = sharded(rank, make)
+        plain, reference = plainly(make)
+        zero3.check_optimizer(model, optimizer)
+        go(model, optimizer, range(3), own(rank))
+        go(plain, reference, range(3), together)
+        assert_equal(model, plain, name)
+        zero3.save_checkpoint(kept / name, model, optimizer)
+        # the state dict is the library's own, and goes on there
+        full = zero3.full_optimizer_state_dict(model, optimizer)
+        if rank.number == 0:
+            other, resumed = plainly(make)
+            other.load_state_dict(plain.state_dict())
+            numbers = {key: number for number, (key, _) in enumerate(other.named_parameters())}
+            resumed.load_state_dict(
+                {
+                    "state": {numbers[key]: state for key, state in full["state"].items()},
+                    "param_groups": [{**resumed.state_dict()["param_groups"][0]}],
+                }
+            )
+            go(other, resumed, range(3, 5), together)
+            go(plain, reference, range(3, 5), together)
+            for (key, value), right in zip(other.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(value, right), f"{name}: {key}"
+
+
+def go_on_with_others(rank: Rank, kept: Path) -> None:
+    for name, make in libraries().items():
+        (before, kept_there), (plain, reference) = plainly(make), plainly(make)
+        go(before, kept_there, range(3), together)
+        go(plain, reference, range(5), together)
+        names = {number: key for number, (key, _) in enumerate(plain.named_parameters())}
+        theirs = kept_there.state_dict()
+        full = {
+            "state": {names[number]: state for number, state in theirs["state"].items()},
+            "param_groups": [{**group, "params": list(map(names.__getitem__, group["params"]))} for group in theirs["param_groups"]],
+        }
+        for source in ("checkpoint", "state dict"):
+            model, optimizer = sharded(rank, make)
+            if source == "checkpoint":
+                zero3.load_checkpoint(kept / name, model, optimizer)
+            else:
+                zero3.load_full_state_dict(model, before.state_dict())
+                zero3.load_full_optimizer_state_dict(model, optimizer, full)
+            go(model, optimizer, range(3, 5), own(rank))
+            assert_equal(model, plain, f"{name}, {source}")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "then"), [(2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 4), (3, 1), (4, 2)))]
+)
+def test_low_bit_optimizers_train_aligned_parts_to_the_bit(world_size: int, then: int, tmp_path: Path) -> None:
+    on_ranks(world_size, train_as_one_process, tmp_path)
+    on_ranks(then, go_on_with_others, tmp_path)
+
+
+def refuse_what_does_not_fit(rank: Rank, kept: Path) -> None:
+    model, optimizer = sharded(rank, made.AdamW8bit)
+    go(model, optimizer, range(1), own(rank))
+    zero3.save_checkpoint(kept / "blocks", model, optimizer)
+    model, optimizer = sharded(rank, made.AdamW32bit)
+    with pytest.raises(ValueError, match=r"state1 of blocks\.0\.parts\.0\.value is uint8 .*expected float32"):
+        zero3.load_checkpoint(kept / "blocks", model, optimizer)
+    go(model, optimizer, range(1), own(rank))
+    zero3.save_checkpoint(kept / "floats", model, optimizer)
+    model, optimizer = sharded(rank, made.AdamW8bit)
+    with pytest.raises(ValueError, match=r"state1 of blocks\.0\.parts\.0\.value is float32 .*expected uint8"):
+        zero3.load_checkpoint(kept / "floats", model, optimizer)
+    low_bit = pytest.importorskip("torchao.optim")
+    model, optimizer = sharded(rank, low_bit.AdamW8bit)
+    go(model, optimizer, range(1), own(rank))
+    zero3.save_checkpoint(kept / "256", model, optimizer)
+    model, optimizer = sharded(rank, lambda params: low_bit.AdamW8bit(params, block_size=128))
+    with pytest.raises(ValueError, match=r"exp_avg\.scale of blocks\.0\.parts\.0\.value is float32 \[80\], expected float32 \[160\]"):
+        zero3.load_checkpoint(kept / "256", model, optimizer)
+
+
+def test_state_of_other_blocks_is_refused_by_name(tmp_path: Path) -> None:
+    on_ranks(2, refuse_what_does_not_fit, tmp_path)

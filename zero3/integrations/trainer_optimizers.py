@@ -1,0 +1,118 @@
+"""The optimizer that a Trainer makes of a class that it names, over a sharded model."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..access import states_of
+from ..optim.check_optimizer import owned_by
+from ..optim.param_groups import named_parameters, param_groups
+from ..optim.probe import fitting
+from ..optim.several import OptimizerList
+from ..policy import ParamInfo
+
+__all__: list[str] = []
+
+# parts of the names of optimizers that take a model apart themselves, by its own parameters
+_DIVIDING = ("galore", "apollo", "lomo", "layerwise")
+
+
+def refuse_dividing(name: str) -> None:
+    """Raises ValueError if the optimizer of this name needs the unsharded model."""
+    if any(part in name for part in _DIVIDING):
+        raise ValueError(
+            "it divides whole parameters itself, and has chunks here. Give it whole ones: "
+            'zero3.param_groups(model, lambda name, info: {"whole": True})'
+        )
+
+
+def make_optimizer(
+    kind: Any,
+    options: Mapping[str, Any],
+    models: Sequence[nn.Module],
+    weight_decay: float,
+    decays: Collection[str],
+    device: torch.device,
+) -> torch.optim.Optimizer:
+    """Makes an optimizer over the first of `models`, whose others are divided as it is.
+
+    Its groups are flat chunks, aligned parts or whole parameters: the first on which it is exact.
+
+    Args:
+        kind: A class, or what transformers calls a factory: `kind()(model, **options)` returns one
+            optimizer or several.
+        options: The class's own.
+        models: Sharded.
+        weight_decay: Of the parameters whose names are in `decays`.
+        decays: As above.
+        device: Where it is tried.
+
+    Raises:
+        ValueError: It does not take all parameters.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        made = kind()(models[0], **options)
+        return OptimizerList(*made) if isinstance(made, list | tuple) else made
+    sample = _tried(kind, options, models[0])
+    cut = {} if sample is None else fitting(sample, sample.param_groups[0], device)
+
+    def choose(name: str, info: ParamInfo) -> dict[str, Any]:
+        return {"weight_decay": float(name in decays), **cut}
+
+    groups, *_ = [param_groups(model, choose) for model in models]
+    for group in groups:  # two of them whatever the decay is, so that a checkpoint fits
+        group["weight_decay"] *= weight_decay
+    optimizer = kind(groups, **options)
+    if kind.__module__.startswith("bitsandbytes") and options.get("optim_bits") == 8:
+        _keep_embeddings_in_32_bits(models[0])
+    return optimizer
+
+
+def _tried(
+    kind: type[torch.optim.Optimizer], options: Mapping[str, Any], model: nn.Module
+) -> torch.optim.Optimizer | None:
+    """Returns an optimizer of this class over a small parameter, or None if it takes none."""
+    made: dict[int, torch.optim.Optimizer] = {}
+    trained = [
+        (name, sharded.sites.parameter.ndim)
+        for name, _, sharded in named_parameters(model, states_of(model))
+        if sharded.chunk.trains
+    ]
+    for ndim in sorted({ndim for _, ndim in trained}):
+        try:
+            made[ndim] = kind([nn.Parameter(torch.ones((2,) * ndim))], **options)
+        except Exception:  # of any kind, since the optimizer may be of any library
+            continue
+    refused = [name for name, ndim in trained if ndim not in made]
+    if made and refused:
+        raise ValueError(
+            f"{kind.__name__} does not take {len(refused)} of the model's parameters: "
+            f"{', '.join(refused[:4])}{', ...' if len(refused) > 4 else ''}. Give them to another "
+            "one: zero3.OptimizerList(muon, adamw), each over its groups of zero3.param_groups"
+        )
+    return next(iter(made.values()), None)
+
+
+def _keep_embeddings_in_32_bits(model: nn.Module) -> None:
+    """As the Trainer does with 8-bit optimizers of bitsandbytes, which know parameters by id."""
+    manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    weights = {id(module.weight) for module in embeddings}
+    states = states_of(model)
+    slots = {
+        (state, sharded.sites.name)
+        for _, state, sharded in named_parameters(model, states)
+        if id(sharded.sites.parameter) in weights
+    }
+    for each in owned_by(states).values():
+        if any((each.state, piece.slot.name) in slots for piece, _ in each.pieces()):
+            part = each.part.parameter
+            manager.override_config(part, "optim_bits", 32)
+            # another parameter may have its id later
+            weakref.finalize(part, manager.pid2config.pop, id(part), None)

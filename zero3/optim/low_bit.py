@@ -1,0 +1,106 @@
+"""State that an optimizer quantises in blocks of a parameter, as separate tensors.
+
+Nothing here knows a library's classes. An optimizer like the given one makes a step on parameters
+of two lengths: a state tensor that is as long both times is a table, and one that grows with the
+parameter has one element for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .probe import builder, longest, trying
+
+__all__: list[str] = []
+
+_LENGTHS = 3 << 14, 5 << 14
+_NESTED = "__bnb_optimizer_quant_state__"  # as bitsandbytes' state_dict() keeps what it quantises
+TABLE = 0
+
+
+def tensors_of(state: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the state of a parameter of `shape` with plain tensors only.
+
+    Those inside a tensor subclass (torchao) come one by one, as `exp_avg.codes`, and so do the rows
+    of a tensor that stacks several (AdEMAMix), as `state1#0`. They share memory with the state.
+    """
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == _NESTED and isinstance(value, Mapping):
+            found |= tensors_of(value, shape)
+        elif not isinstance(value, Tensor):
+            found[key] = value
+        elif type(value) not in (Tensor, nn.Parameter) and hasattr(value, "__tensor_flatten__"):
+            names = value.__tensor_flatten__()[0]
+            found |= {f"{key}.{name}": getattr(value, name) for name in names}
+        elif _is_stacked(value, shape):
+            found |= {f"{key}#{number}": row for number, row in enumerate(value)}
+        else:
+            found[key] = value
+    return found
+
+
+def joined(tensors: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The inverse of `tensors_of`. `make` returns a state whose tensor subclasses are filled."""
+    rows: dict[str, list[Any]] = {}
+    for key in sorted(key for key in tensors if "#" in key):
+        rows.setdefault(key.partition("#")[0], []).append(tensors[key])
+    found = {key: torch.stack(each) for key, each in rows.items()}
+    plain = {key: value for key, value in tensors.items() if "#" not in key and "." not in key}
+    if inside := {key: value for key, value in tensors.items() if "." in key}:
+        found = make()
+        for key, value in tensors_of(found, ()).items():
+            if key in inside:
+                value.copy_(inside[key].view(value.shape))
+    return found | plain
+
+
+def _is_stacked(value: Tensor, shape: tuple[int, ...]) -> bool:
+    own = tuple(value.shape)
+    return own != tuple(shape) and (own[1:] == tuple(shape) or len(own) == 2) and bool(own)
+
+
+def fresh_state(
+    optimizer: Any, group: Mapping[str, Any], like: Tensor, held: Tensor | None = None
+) -> dict[str, Any]:
+    """Returns the state, with any values, that the optimizer makes for a parameter like `like`.
+
+    bitsandbytes can be told to keep the state of some parameters otherwise, by their ids: `held` is
+    a parameter whose setting counts.
+    """
+    with trying(like.device):
+        parameter = nn.Parameter(torch.zeros_like(like.detach()))
+        parameter.grad = torch.zeros_like(parameter)
+        made = builder(optimizer, group)([parameter])
+        settings = getattr(getattr(optimizer, "mng", None), "pid2config", {})
+        settings.pop(id(parameter), None)  # of one that is gone
+        if id(held) in settings:
+            settings[id(parameter)] = settings[id(held)]
+        try:
+            made.step()
+        finally:
+            settings.pop(id(parameter), None)
+        return dict(made.state[parameter])
+
+
+def blocks_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, int]:
+    """For each tensor of the state that is not as long as its parameter: how many elements of the
+    parameter each of its own stands for, or `TABLE`.
+    """
+    device = group["params"][0].device
+    more = max(1, -(-longest(optimizer, group) // _LENGTHS[0]))
+    first, second = (length * more for length in _LENGTHS)
+    states = [
+        tensors_of(fresh_state(optimizer, group, torch.empty(length, device=device)), (length,))
+        for length in (first, second)
+    ]
+    found = {}
+    for key, value in states[0].items():
+        if isinstance(value, Tensor) and value.dim() and value.numel() != first:
+            grows = value.shape != states[1][key].shape
+            found[key] = first // value.numel() if grows else TABLE
+    return found
