@@ -201,14 +201,15 @@ def changed_later(chunks: Any) -> Blockwise:
     return optimizer
 
 
-MADE_WITH: dict[str, Callable[[Any], Blockwise]] = {
-    "an argument": lambda chunks: Blockwise(chunks, block=256),
-    "an argument that must be given": lambda chunks: Demanding(chunks, lr=0.1, block=256),
-    "an argument under another name": lambda chunks: Blockwise(chunks, hidden=256),
-    "an argument that is a tensor": lambda chunks: Blockwise(chunks, table=torch.tensor([256, 1])),
-    "an object's attribute": changed_later,
-    "long tensors alone": lambda chunks: Blockwise(chunks, block=256, least=50_000),
-    "long blocks": lambda chunks: Blockwise(chunks, block=9_000),
+# with what the error says to give it
+MADE_WITH: dict[str, tuple[Callable[[Any], Blockwise], str]] = {
+    "an argument": (lambda chunks: Blockwise(chunks, block=256), '"align": 256'),
+    "an argument that must be given": (lambda chunks: Demanding(chunks, lr=0.1, block=256), '"align": 256'),
+    "an argument under another name": (lambda chunks: Blockwise(chunks, hidden=256), '"align": 256'),
+    "an argument that is a tensor": (lambda chunks: Blockwise(chunks, table=torch.tensor([256, 1])), '"align": 256'),
+    "an object's attribute": (changed_later, '"align": 256'),
+    "long tensors alone": (lambda chunks: Blockwise(chunks, block=256, least=50_000), '"align": 4096'),
+    "long blocks": (lambda chunks: Blockwise(chunks, block=9_000), '"whole": True'),
 }
 
 
@@ -224,8 +225,10 @@ def test_check_optimizer_tries_the_optimizer_as_it_was_made(name: str, world_siz
             for chunk in chunks:
                 chunk.grad = torch.zeros_like(chunk)
             used.step()  # what steps change (`ready`, `steps`) and what is about its parameters (`numel`) is not what it was made with
-        with pytest.raises(ValueError, match=r"does more than treat each element by itself.*\"whole\": True"):
-            zero3.check_optimizer(model, MADE_WITH[name](chunks))
+        make, remedy = MADE_WITH[name]
+        with pytest.raises(ValueError, match=r"does more than treat each element by itself") as error:
+            zero3.check_optimizer(model, make(chunks))
+        assert str(error.value).endswith(f"zero3.param_groups(model, lambda name, info: {{{remedy}}})")
 
     models = [net() for _ in range(world_size)]
     run_ranks(world_size, body)

@@ -18,16 +18,14 @@ from ..optim.low_bit import fresh_state, joined
 from ..optim.several import Optimizers, Together
 from ..optim.state_memory import land_steps
 from .contents import Contents, NamedSpan
+from .placing import Placing, Target, place
 from .saved_optimizer import (
     Held,
     NamedState,
     OptimizerContents,
-    Placing,
     StateByName,
-    Target,
     contents_of,
     held_by,
-    place,
     read_full,
 )
 

@@ -22,9 +22,10 @@ from .contents import Contents, differences, names_apart
 from .extra_state import extra_state_modules, set_extra_states
 from .manifest import Manifest
 from .meta_buffers import initialise, put
+from .placing import Placing, place
 from .ranges import Ranges
 from .safetensors_files import SafetensorsFiles, Stored
-from .saved_optimizer import Held, OptimizerContents, Placing, contents_of, held_by, place
+from .saved_optimizer import Held, OptimizerContents, contents_of, held_by
 from .value_hashes import value_hashes
 
 __all__: list[str] = []

@@ -21,6 +21,8 @@ from ..comm.streams import random_state_kept
 __all__: list[str] = []
 
 STEPS = 4
+# with long tensors: what quantises state may differ in few of their elements, and later
+STEPS_LONG = 12
 # of the largest change of any element; rounding gives 1e-6, and a norm of another tensor gives 1e-2
 # or more
 TOLERANCE = 1e-3
@@ -65,10 +67,17 @@ class Problem:
     targets: Tensor  # the minimum for each evaluation
     curvature: Tensor
 
+    @property
+    def steps(self) -> int:
+        return STEPS if len(self.start) < 4096 else STEPS_LONG
+
     @classmethod
     def of(cls, numel: int, device: torch.device) -> Problem:
         generator = torch.Generator().manual_seed(numel)
         start, curvature, *targets = torch.randn((2 + 7, numel), generator=generator)
+        # so that norms of a long tensor's slices tell them apart
+        falling = torch.linspace(2.0, 0.2, numel)
+        start, targets = start * falling, [target * falling for target in targets]
         return cls(
             start.to(device), torch.stack(targets).to(device), (curvature.abs() + 0.1).to(device)
         )
@@ -104,12 +113,18 @@ def probe_aligned(
     """As `probe_flat`, for parameters that are cut at multiples of `align` only: one into pieces as
     short as they may be, and others not at all.
     """
-    blocks = max(64, -(-2 * max(longest, 4096) // align))
-    reference = _spans([(blocks, align), (blocks * align + 1,), (6, 5), (4099,)])
-    ends = (16 * align, 32 * align, blocks * align) if ranks > 1 else (blocks * align,)
-    spread: list[Spans] = [[(low, high, (high - low,))] for low, high in pairwise((0, *ends))]
-    for number, (low, high, _) in enumerate(reference[1:]):
-        spread[number % len(spread)].append((low, high, (high - low,)))
+    small = _spans(_SMALL)
+    uncut: Spans = [(low, high, (high - low,)) for low, high, _ in small]
+    spread = [uncut[rank::ranks] for rank in range(ranks)]
+    # small first, as above: shapes and norms over several parameters show here
+    if reason := _compare(build, Problem.of(small[-1][1], device), small, spread):
+        return reason
+    long = align * max(64, -(-2 * max(longest, 4096) // align))
+    reference = _spans([(long,), (long + 1,), (4099,)])
+    ends = (16 * align, 32 * align, long) if ranks > 1 else (long,)
+    spread = [[(low, high, (high - low,))] for low, high in pairwise((0, *ends))]
+    for number, span in enumerate(reference[1:]):
+        spread[number % len(spread)].append(span)
     return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
 
 
@@ -315,12 +330,12 @@ def _compare(
             return f"it raises {type(error).__name__}: {error}"
     moved = (expected - problem.start).abs().max()
     if not torch.isfinite(expected).all() or not moved > 0:
-        raise CannotProbe(f"in {STEPS} steps it moved nothing, or to where numbers end")
+        raise CannotProbe(f"in {problem.steps} steps it moved nothing, or to where numbers end")
     off = ((found - expected).abs().max() / moved).item()
     return (
         None
         if off < TOLERANCE
-        else f"after {STEPS} steps elements differ by {off:.1%} of the largest change"
+        else f"after {problem.steps} steps elements differ by {off:.1%} of the largest change"
     )
 
 
@@ -356,7 +371,7 @@ def _steps(
         return loss
 
     takes_closure = "closure" in inspect.signature(optimizer.step).parameters
-    for number in range(STEPS):
+    for number in range(problem.steps):
         closure()  # also for an optimizer that takes a closure and ignores it
         if takes_closure:
             optimizer.step(closure)  # type: ignore[arg-type]  # torch's own take and return tensors
