@@ -54,7 +54,7 @@ _AHEAD = "test_trl.py::test_the_reference_is_computed_in_the_constructor"
 
 RIGHT: dict[str, Option] = {
     "optim": Option(
-        "optimizers that treat each element by itself (AdamW, SGD, Adagrad, RMSprop, Lion, ...): the class is tried on small tensors",
+        "the class is tried on small tensors, and gets flat chunks, aligned parts (8-bit and 4-bit ones) or whole parameters (Adafactor)",
         (_ADAM, _WATCHED, _SGD, *(Try("Trainer", {"optim": kind}) for kind in ("adagrad", "rmsprop"))),
     ),
     "optim_args": Option("given to the optimizer", (_SGD,)),
@@ -132,8 +132,8 @@ RIGHT: dict[str, Option] = {
 }
 REFUSED: dict[str, Refusal] = {
     "optim": Refusal(
-        "`adafactor`, `adamw_8bit` and other 8-bit and 4-bit classes, GaLore, APOLLO, LOMO, Muon: they need whole parameters",
-        "test_trainer_optimizers.py::test_an_optimizer_that_needs_whole_parameters_is_refused_by_name",
+        "GaLore, APOLLO, LOMO and layerwise classes: they divide the unsharded model's parameters themselves",
+        "test_trainer_optimizers.py::test_what_divides_parameters_itself_is_refused_by_name",
     ),
     "fp16": Refusal("on the CPU", "test_trainer_edges.py::test_fp16_on_a_device_without_it_and_the_stock_trainer_are_refused_by_name"),
     "auto_find_batch_size": Refusal("ranks would go on with different batches", True),

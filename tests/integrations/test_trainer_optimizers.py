@@ -31,21 +31,122 @@ def test_offload_gives_the_same_losses() -> None:
     on_ranks(2, same_losses_in_files)
 
 
-def refuse_what_takes_the_model(rank: Rank) -> None:
-    """transformers makes Muon and others by a function of the whole model."""
+# Every name of transformers' `OptimizerNames`. Those of classes that other libraries bring are tried, as any class is.
+TRIED = "adamw_torch adamw_torch_fused adafactor sgd adagrad rmsprop"
+LOW_BIT = "adamw_torch_4bit adamw_torch_8bit adamw_bnb_8bit adamw_8bit lion_8bit paged_adamw_8bit rmsprop_bnb_8bit"  # test_low_bit.py
+LOW_BIT += " lion_32bit paged_adamw_32bit paged_lion_32bit rmsprop_bnb rmsprop_bnb_32bit paged_lion_8bit"
+LOW_BIT += " ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit"
+DIVIDE = "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise"
+DIVIDE += " lomo adalomo apollo_adamw apollo_adamw_layerwise"
+NOT_HERE = "grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd stable_adamw adamw_anyprecision"  # of libraries
+NOT_HERE += " adamw_torch_xla adamw_torch_npu_fused"  # of devices
 
-    def factory(model: Any, **options: Any) -> None:
-        raise AssertionError("it was called")
+
+def test_every_name_of_transformers_is_told_of() -> None:
+    from transformers.training_args import OptimizerNames
+
+    told = " ".join([TRIED, LOW_BIT, DIVIDE, NOT_HERE]).split()
+    assert sorted(told) == sorted(name.value for name in OptimizerNames)
+
+
+def losses_by_name(rank: Rank, ours: bool) -> dict[str, Any]:
+    found = {}
+    with launched(rank):
+        for name in TRIED.split():
+            trainer = trainer_of(ours, llama(), rank.scratch / name, optim=name, max_steps=3)
+            trainer.train()
+            found[name] = logged(trainer, "loss", "grad_norm")
+    return found
+
+
+def test_the_trainers_names_give_what_they_give_under_ddp() -> None:
+    """Adafactor too: it gets whole parameters."""
+    expected, found = on_ranks(2, losses_by_name, False, debug="OFF")[0], on_ranks(2, losses_by_name, True)[0]
+    for name in TRIED.split():
+        assert len(expected[name]) == 3 and np.allclose(found[name], expected[name], rtol=1e-4), name
+
+
+class MuonAndAdamW:
+    """transformers calls it a factory: it makes one, and calls it with the model."""
+
+    def __call__(self, model: Any, **options: Any) -> Any:
+        if zero3.is_sharded(model):
+            groups = zero3.param_groups(model, lambda name, info: {"whole": is_matrix(name, info)})
+            matrices, others = ([group for group in groups if group["whole"] == whole] for whole in (True, False))
+        else:
+            named = list(model.named_parameters())
+            matrices, others = ([p for name, p in named if is_matrix(name, p) == whole] for whole in (True, False))
+        made = torch.optim.Muon(matrices, **options), torch.optim.AdamW(others, **options)
+        return made if zero3.is_sharded(model) else Both(*made)
+
+
+def is_matrix(name: str, info: Any) -> bool:
+    return info.ndim == 2 and "embed" not in name
+
+
+class Both(torch.optim.Optimizer):
+    """Stock trainers take one optimizer."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self.members = members
+        self.__setstate__({"defaults": {}, "state": {}, "param_groups": [group for member in members for group in member.param_groups]})
+
+    def step(self, closure: Any = None) -> None:
+        for member in self.members:
+            member.step()
+
+
+def made_by_a_factory(rank: Rank, ours: bool) -> Any:
+    with launched(rank):
+        losses = []
+        for steps in (3, 5) if ours else (5,):  # ours is resumed: the list of both is saved and loaded
+            trainer = trainer_of(
+                ours,
+                llama(),
+                rank.scratch,
+                max_steps=steps,
+                save_steps=3,
+                save_strategy="steps" if ours else "no",
+                lr_scheduler_type="constant",
+            )
+            trainer.optimizer_cls_and_kwargs = MuonAndAdamW, {"lr": 0.01}
+            trainer.train(resume_from_checkpoint=steps == 5 and ours)
+            losses = logged(trainer, "loss", "grad_norm")
+        assert not ours or isinstance(trainer.optimizer.optimizer, zero3.OptimizerList)
+        return losses
+
+
+def test_a_factory_is_called_with_the_sharded_model() -> None:
+    expected, found = on_ranks(2, made_by_a_factory, False, debug="OFF")[0], on_ranks(2, made_by_a_factory, True)[0]
+    assert len(expected) == 5 and np.allclose(found, expected, rtol=1e-3)
+
+
+def refuse_by_name(rank: Rank) -> None:
+    def over_chunks(model: Any, **options: Any) -> Any:
+        named = list(model.named_parameters())
+        return torch.optim.AdamW([{"params": [p for _, p in named if p.ndim > 1]}, {"params": [p for _, p in named if p.ndim < 2]}])
 
     with launched(rank):
-        trainer = trainer_of(True, llama(), rank.scratch)
-        trainer.optimizer_cls_and_kwargs = factory, {}
-        with pytest.raises(ValueError, match="divides whole parameters itself, and has chunks here"):
-            trainer.create_optimizer()
+        for name in DIVIDE.split():
+            with pytest.raises(
+                ValueError, match=rf'^optim=\'{name}\': .*zero3\.param_groups\(model, lambda name, info: {{"whole": True}}\)'
+            ):
+                trainer_of(True, llama(), rank.scratch, optim=name).create_optimizer()
+        for made, says in (
+            ((lambda: over_chunks, {}), "optimizer_cls_and_kwargs=.*group 0 of the AdamW .* is empty"),
+            (
+                (torch.optim.Muon, {"lr": 0.1}),
+                r"Muon does not take .* of the model's parameters: .*norm.*zero3\.OptimizerList\(muon, adamw\)",
+            ),
+        ):
+            trainer = trainer_of(True, llama(), rank.scratch)
+            trainer.optimizer_cls_and_kwargs = made
+            with pytest.raises(ValueError, match=says):
+                trainer.create_optimizer()
 
 
-def test_an_optimizer_that_takes_the_model_is_refused_by_name() -> None:
-    on_ranks(1, refuse_what_takes_the_model)
+def test_what_divides_parameters_itself_is_refused_by_name() -> None:
+    on_ranks(1, refuse_by_name)
 
 
 class Normed(torch.optim.SGD):
@@ -62,29 +163,39 @@ class Normed(torch.optim.SGD):
         super().step()
 
 
-def refuse_what_needs_whole_parameters(rank: Rank) -> None:
+def in_whole_parameters(rank: Rank, ours: bool, how: str) -> Any:
+    """Losses, with a class that is exact on whole parameters alone: the trainer makes it, or is given it, or accelerate."""
+    from accelerate import Accelerator
+
     from zero3.integrations.accelerate import Zero3Accelerator
 
-    whole = r".*\{\"whole\": True\}\).*zero3\.shard.*optimizers=\(optimizer, None\)"
     with launched(rank):
-        with pytest.raises(ValueError, match=r"^optim='adafactor': .*Adafactor.*" + whole):
-            trainer_of(True, llama(), rank.scratch, optim="adafactor").train()
-        for normed in (False, True):
-            trainer = trainer_of(True, llama(), rank.scratch)
-            trainer.optimizer_cls_and_kwargs = Normed, {"lr": 0.1, "normed": normed}
-            if normed:
-                with pytest.raises(ValueError, match=r"Normed .*does more than treat each element by itself" + whole):
-                    trainer.create_optimizer()
-            else:
-                trainer.create_optimizer()
         model = llama()
-        with pytest.raises(ValueError, match=r"Normed .*does more than treat each element by itself.*whole"):
-            Zero3Accelerator(cpu=True).prepare(model, Normed(model.parameters(), lr=0.1, normed=True))
+        if how == "accelerate":
+            accelerator = (Zero3Accelerator if ours else Accelerator)(cpu=True)
+            model, optimizer = accelerator.prepare(model, Normed(model.parameters(), lr=0.1, normed=True))
+            losses = []
+            for step in range(3):
+                ids = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank.number))
+                loss = model(input_ids=ids, labels=ids).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            return losses
+        given = {"optimizers": (Normed(model.parameters(), lr=0.1, normed=True), None)} if how == "given" else {}
+        trainer = trainer_of(ours, model, rank.scratch, max_steps=3, **given)
+        if how == "made":
+            trainer.optimizer_cls_and_kwargs = Normed, {"lr": 0.1, "normed": True}
+        trainer.train()
+        return logged(trainer, "loss", "grad_norm")
 
 
-def test_an_optimizer_that_needs_whole_parameters_is_refused_by_name() -> None:
-    """By the Trainer and by accelerate, also if what it does is decided by an argument that is in no group."""
-    on_ranks(1, refuse_what_needs_whole_parameters)
+@pytest.mark.parametrize("how", ["made", "given", "accelerate"])
+def test_an_optimizer_gets_whole_parameters_where_it_needs_them(how: str) -> None:
+    """Also if what it does is decided by an argument that is in no group."""
+    expected, found = on_ranks(2, in_whole_parameters, False, how, debug="OFF")[0], on_ranks(2, in_whole_parameters, True, how)[0]
+    assert len(expected) == 3 and np.allclose(found, expected, rtol=1e-4)
 
 
 def whole(rank: Rank, ours: bool) -> Any:

@@ -254,13 +254,15 @@ class Zero3Mixin(_Base):
             return optimizer
         if self.optimizer is None:
             name = str(getattr(self.args.optim, "value", self.args.optim))
+            given = self.optimizer_cls_and_kwargs
+            asked = f"optim={name!r}" if given is None else f"optimizer_cls_and_kwargs={given[0]}"
             try:
                 self.optimizer = self._make_optimizer(name)
                 check_optimizer(self.model, self.optimizer)
             except ValueError as error:
                 raise ValueError(
-                    f"optim={name!r}: {error}. For that, call zero3.shard(model, ...) yourself, "
-                    "make the optimizer from such groups, and pass it: optimizers=(optimizer, None)"
+                    f"{asked}: {error}. For that, call zero3.shard(model, ...) yourself, make the "
+                    "optimizer from such groups, and pass it: optimizers=(optimizer, None)"
                 ) from error
             self.optimizer = offload_optimizer(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
