@@ -23,11 +23,15 @@ settings.register_profile("no_shrinking", settings.get_profile("zero3"), phases=
 settings.load_profile("zero3")
 
 
+MANY = 8  # cases of a test
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow-part", metavar="K/N", help="of the tests marked slow, run the K-th of N parts (the first is 0)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_most_of_many(items)
     if (part := config.getoption("slow_part")) is None:
         return
     number, parts = map(int, part.split("/"))
@@ -35,6 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left)
     gone = set(left)
     items[:] = [item for item in items if item not in gone]
+
+
+def mark_most_of_many(items: list[pytest.Item]) -> None:
+    """Of a test's many cases a third runs every time, and the others are slow: what breaks one mostly breaks several."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in (item for item in items if item.get_closest_marker("slow") is None):
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        if len(each) >= MANY:
+            for item in sorted(each, key=lambda item: crc32(item.nodeid.encode()))[-(-len(each) // 3) :]:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

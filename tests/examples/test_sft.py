@@ -52,6 +52,12 @@ def test_sft_of_the_small_model_gets_better_and_leaves_a_model(small: tuple[Path
 
 
 @pytest.mark.slow
+def test_sft_by_muon_and_adamw(tmp_path: Path) -> None:
+    before, after = held_out(printed_by_two(EXAMPLE, *FEW, "--optimizer", "muon", "--output", tmp_path))
+    assert after < before - 0.1
+
+
+@pytest.mark.slow
 def test_sft_goes_on_with_another_number_of_processes(small: tuple[Path, str]) -> None:
     """And to a later end, with its state in files."""
     directory, _ = small

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 
 import zero3  # noqa: E402
 from tests.support.lightnings import Module, Net, launched, other_rows, train_rows, trainer  # noqa: E402
+from tests.support.optimizers import MuonAndAdamW  # noqa: E402
 from tests.support.processes import Rank, on_ranks, try_on_ranks  # noqa: E402
 from zero3.integrations.lightning import Zero3FabricStrategy, Zero3Strategy  # noqa: E402
 
@@ -55,6 +56,27 @@ def test_the_trainer_beside_ddp(name: str) -> None:
     for (seen, predicted), (expected, expected_predictions) in zip(ours, theirs, strict=True):
         assert_close(seen, expected)
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(predicted, expected_predictions, strict=True))
+
+
+class Listed(Module):
+    """Muon for matrices, and AdamW for the rest."""
+
+    def configure_optimizers(self) -> Any:
+        made = MuonAndAdamW()(self, lr=0.02)
+        return zero3.OptimizerList(*made) if zero3.is_sharded(self) else made
+
+
+def fit_listed(rank: Rank, kind: str) -> Seen:
+    with launched(rank):
+        module = Listed()
+        trainer(rank, kind, rank.scratch, max_epochs=1).fit(module, train_rows())
+        return module.seen
+
+
+def test_a_list_of_optimizers_beside_ddp() -> None:
+    ours, theirs = (on_ranks(2, fit_listed, kind, debug="OFF") for kind in ("zero3", "ddp"))
+    for seen, expected in zip(ours, theirs, strict=True):
+        assert_close(seen, expected, 1e-3)
 
 
 def test_bf16_beside_autocast() -> None:

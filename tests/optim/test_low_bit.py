@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 import zero3
 from tests.optim.test_optimizer_use import net
+from tests.support import optimizers
+from tests.support.blocks import Block, Parts, assert_equal, go, own, together
+from tests.support.optimizers import Make
 from tests.support.processes import Rank, on_ranks
 from tests.support.trainers import launched, llama, logged, trainer_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make low-bit")
+pytest.importorskip("torchao.optim", reason="torchao is not installed: make low-bit")
 made = bitsandbytes.optim
 
 EXACT: dict[str, Callable[[Any], optim.Optimizer]] = {
@@ -92,88 +97,25 @@ def test_the_trainer_gives_8_bit_optimizers_aligned_parts() -> None:
 
 # -- aligned parts: training, checkpoints and state dicts beside the library's optimizer in one process
 
-Make = Callable[[Any], optim.Optimizer]
 LENGTHS = [(160, 128), (101, 96), (50,), (4095,), (4096,), (16_384,), (3, 8192), (8191, 2), (), (0,), (1,)]
 
 
-class Part(nn.Module):
-    def __init__(self, number: int, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.number = number
-        self.value = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(number)))
-
-    def forward(self, seeds: list[int]) -> Tensor:
-        """Gradients are small whole numbers, whose sums over ranks have the same bits in any order."""
-        generators = [torch.Generator().manual_seed(100 * seed + self.number) for seed in seeds]
-        slopes = [torch.randint(-3, 4, self.value.shape, generator=generator) for generator in generators]
-        return (self.value * torch.stack(slopes).sum(0)).sum()
-
-
-class Block(nn.Module):
-    """Parameters of all lengths."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Part(20 * number + n, shape) for n, shape in enumerate(LENGTHS))
-
-    def forward(self, seeds: list[int]) -> Tensor:
-        return torch.stack([part(seeds) for part in self.parts]).sum()
-
-
-class Parts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(map(Block, range(2)))
-
-    def forward(self, seeds: list[int]) -> Tensor:
-        return torch.stack([block(seeds) for block in self.blocks]).sum()
-
-
-def libraries() -> dict[str, Make]:
-    low_bit = pytest.importorskip("torchao.optim", reason="torchao is not installed: make low-bit")
-    ours = {f"bitsandbytes {kind.__name__}": kind for kind in (made.AdamW8bit, made.Adam8bit, made.Lion8bit, made.AdEMAMix8bit)}
-    return {**ours, **{f"torchao {kind.__name__}": kind for kind in (low_bit.AdamW8bit, low_bit.AdamW4bit, low_bit.AdamWFp8)}}
-
-
-def sharded(rank: Rank, make: Make) -> tuple[nn.Module, optim.Optimizer]:
-    model = zero3.shard(Parts(), layers=Block, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
+def sharded(make: Make) -> tuple[nn.Module, optim.Optimizer]:
+    model = zero3.shard(Parts(LENGTHS), layers=Block, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
     return model, make(zero3.param_groups(model, lambda name, info: {"align": 256}))
 
 
 def plainly(make: Make) -> tuple[nn.Module, optim.Optimizer]:
-    model = Parts()
+    model = Parts(LENGTHS)
     return model, make(model.parameters())
 
 
-def go(model: nn.Module, optimizer: optim.Optimizer, steps: range, seeds: Callable[[int], list[int]]) -> None:
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, for half a minute
-        for step in steps:
-            optimizer.zero_grad()
-            model(seeds(step)).backward()
-            optimizer.step()
-
-
-def together(step: int) -> list[int]:
-    """The data of all ranks, however many they are."""
-    return [12 * step + number for number in range(12)]
-
-
-def own(rank: Rank) -> Callable[[int], list[int]]:
-    return lambda step: together(step)[rank.number :: rank.world_size]
-
-
-def assert_equal(model: nn.Module, plain: nn.Module, what: str) -> None:
-    found = zero3.full_state_dict(model, rank0_only=False)
-    for name, value in plain.named_parameters():
-        assert torch.equal(found[name], value.detach()), f"{what}: {name}"
-
-
 def train_as_one_process(rank: Rank, kept: Path) -> None:
-    for name, make in libraries().items():
-        model, optimizer = sharded(rank, make)
+    for name, make in optimizers.low_bit().items():
+        model, optimizer = sharded(make)
         plain, reference = plainly(make)
         zero3.check_optimizer(model, optimizer)
-        go(model, optimizer, range(3), own(rank))
+        go(model, optimizer, range(3), own(rank.number, rank.world_size))
         go(plain, reference, range(3), together)
         assert_equal(model, plain, name)
         zero3.save_checkpoint(kept / name, model, optimizer)
@@ -196,7 +138,7 @@ def train_as_one_process(rank: Rank, kept: Path) -> None:
 
 
 def go_on_with_others(rank: Rank, kept: Path) -> None:
-    for name, make in libraries().items():
+    for name, make in optimizers.low_bit().items():
         (before, kept_there), (plain, reference) = plainly(make), plainly(make)
         go(before, kept_there, range(3), together)
         go(plain, reference, range(5), together)
@@ -207,13 +149,13 @@ def go_on_with_others(rank: Rank, kept: Path) -> None:
             "param_groups": [{**group, "params": list(map(names.__getitem__, group["params"]))} for group in theirs["param_groups"]],
         }
         for source in ("checkpoint", "state dict"):
-            model, optimizer = sharded(rank, make)
+            model, optimizer = sharded(make)
             if source == "checkpoint":
                 zero3.load_checkpoint(kept / name, model, optimizer)
             else:
                 zero3.load_full_state_dict(model, before.state_dict())
                 zero3.load_full_optimizer_state_dict(model, optimizer, full)
-            go(model, optimizer, range(3, 5), own(rank))
+            go(model, optimizer, range(3, 5), own(rank.number, rank.world_size))
             assert_equal(model, plain, f"{name}, {source}")
 
 
@@ -226,25 +168,30 @@ def test_low_bit_optimizers_train_aligned_parts_to_the_bit(world_size: int, then
 
 
 def refuse_what_does_not_fit(rank: Rank, kept: Path) -> None:
-    model, optimizer = sharded(rank, made.AdamW8bit)
-    go(model, optimizer, range(1), own(rank))
+    model, optimizer = sharded(made.AdamW8bit)
+    go(model, optimizer, range(1), own(rank.number, rank.world_size))
     zero3.save_checkpoint(kept / "blocks", model, optimizer)
-    model, optimizer = sharded(rank, made.AdamW32bit)
+    model, optimizer = sharded(made.AdamW32bit)
     with pytest.raises(ValueError, match=r"state1 of blocks\.0\.parts\.0\.value is uint8 .*expected float32"):
         zero3.load_checkpoint(kept / "blocks", model, optimizer)
-    go(model, optimizer, range(1), own(rank))
+    go(model, optimizer, range(1), own(rank.number, rank.world_size))
     zero3.save_checkpoint(kept / "floats", model, optimizer)
-    model, optimizer = sharded(rank, made.AdamW8bit)
+    model, optimizer = sharded(made.AdamW8bit)
     with pytest.raises(ValueError, match=r"state1 of blocks\.0\.parts\.0\.value is float32 .*expected uint8"):
         zero3.load_checkpoint(kept / "floats", model, optimizer)
-    low_bit = pytest.importorskip("torchao.optim")
-    model, optimizer = sharded(rank, low_bit.AdamW8bit)
-    go(model, optimizer, range(1), own(rank))
+    low_bit = importlib.import_module("torchao.optim")
+    model, optimizer = sharded(low_bit.AdamW8bit)
+    go(model, optimizer, range(1), own(rank.number, rank.world_size))
     zero3.save_checkpoint(kept / "256", model, optimizer)
-    model, optimizer = sharded(rank, lambda params: low_bit.AdamW8bit(params, block_size=128))
+    model, optimizer = sharded(lambda params: low_bit.AdamW8bit(params, block_size=128))
     with pytest.raises(ValueError, match=r"exp_avg\.scale of blocks\.0\.parts\.0\.value is float32 \[80\], expected float32 \[160\]"):
         zero3.load_checkpoint(kept / "256", model, optimizer)
 
 
 def test_state_of_other_blocks_is_refused_by_name(tmp_path: Path) -> None:
     on_ranks(2, refuse_what_does_not_fit, tmp_path)
+
+
+def test_the_page_has_the_rows_of_these_optimizers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text().splitlines()
+    assert [row for row in optimizers.low_bit_rows() if row not in page] == []

@@ -30,8 +30,9 @@ def test_the_page_says_what_happens(entry: optimizers.Entry) -> None:
 
 
 def test_the_page_has_these_rows_and_no_others() -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.endswith(("| equal |", "| refused |"))]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [entry.name for entry in ENTRIES]
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if " | equal" in line or " | refused |" in line]
+    named = [row[0].removeprefix("| ") for row in rows if "align" not in row[1]]
+    assert named == [entry.name for entry in ENTRIES]
 
 
 class Sampled(torch.optim.SGD):

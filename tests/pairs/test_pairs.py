@@ -18,9 +18,7 @@ from tests.pairs.rows import AXES, ROWS
 from tests.pairs.threads import lead
 
 PAIRS = [pair for pair in all_pairs() if is_free(pair)]
-PART = 5  # `make test` leads one life of so many
 LIVES = covering(PAIRS)
-ASKED = [pytest.param(life, marks=[pytest.mark.slow] * (number % PART > 0), id=" + ".join(life)) for number, life in enumerate(LIVES)]
 
 # Public names that no row is about, and why.
 ELSEWHERE = {
@@ -32,7 +30,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("names", ASKED)
+@pytest.mark.parametrize("names", LIVES, ids=" + ".join)
 def test_all_pairs_live_on_threads_as_in_one_process(names: Names) -> None:
     live_together(names, lead)
 

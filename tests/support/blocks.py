@@ -1,11 +1,16 @@
-"""An optimizer that keeps its state in eight bits, as bitsandbytes and torchao do, for models as small as tests have them."""
+"""State in blocks: an optimizer as bitsandbytes and torchao have them, for models as small as tests have them, and a model whose gradients
+have the same bits whatever the ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+import zero3
 
 BLOCK = 2
 SHORTEST = 16 * BLOCK  # elements of a parameter from which on its state is quantised
@@ -52,3 +57,59 @@ class InBlocks(torch.optim.Optimizer):
         else:
             old.copy_(new)
         p.sub_(new, alpha=lr)
+
+
+class Part(nn.Module):
+    def __init__(self, number: int, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.number = number
+        self.value = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(number)))
+
+    def forward(self, seeds: list[int]) -> Tensor:
+        """Gradients are small whole numbers, whose sums over ranks have the same bits in any order."""
+        generators = [torch.Generator().manual_seed(100 * seed + self.number) for seed in seeds]
+        slopes = [torch.randint(-3, 4, self.value.shape, generator=generator) for generator in generators]
+        return (self.value * torch.stack(slopes).sum(0)).sum()
+
+
+class Block(nn.Module):
+    """A parameter of each of `shapes`."""
+
+    def __init__(self, number: int, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(20 * number + n, shape) for n, shape in enumerate(shapes))
+
+    def forward(self, seeds: list[int]) -> Tensor:
+        return torch.stack([part(seeds) for part in self.parts]).sum()
+
+
+class Parts(nn.Module):
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number, shapes) for number in range(2))
+
+    def forward(self, seeds: list[int]) -> Tensor:
+        return torch.stack([block(seeds) for block in self.blocks]).sum()
+
+
+def together(step: int) -> list[int]:
+    """The data of all ranks, however many they are."""
+    return [12 * step + number for number in range(12)]
+
+
+def own(rank: int, world_size: int) -> Callable[[int], list[int]]:
+    return lambda step: together(step)[rank::world_size]
+
+
+def go(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, seeds: Callable[[int], list[int]]) -> None:
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, for half a minute
+        for step in steps:
+            optimizer.zero_grad()
+            model(seeds(step)).backward()
+            optimizer.step()
+
+
+def assert_equal(model: nn.Module, plain: nn.Module, what: str) -> None:
+    found = zero3.full_state_dict(model, rank0_only=False)
+    for name, value in plain.named_parameters():
+        assert torch.equal(found[name], value.detach()), f"{what}: {name}"

@@ -1,10 +1,11 @@
-"""Every optimizer of torch.optim, sharded and not: the table of docs/optimizers.md.
+"""Every optimizer of torch.optim, and those of bitsandbytes and torchao, sharded and not: the table of docs/optimizers.md.
 
-python -m tests.support.optimizers        # prints the table
+python -m tests.support.optimizers        prints the table; `make optimizers` with these libraries installed
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.blocks import Block, Parts, go, own, together
+from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, odd_model, sentences
+from zero3.optim.low_bit import tensors_of
 
 STEPS = 10
 TOLERANCE = 1e-9  # of the largest change that training makes, of any loss and any element
@@ -97,6 +101,38 @@ def of_others() -> list[Entry]:
     return [Entry(f"a {kind.__name__} of {len(inspect.getsource(kind).splitlines())} lines", kind) for kind in (Lamb, Lars, Lion, Shampoo)]
 
 
+class MuonAndAdamW:
+    """transformers calls it a factory: it makes one, and calls it with the model."""
+
+    def __call__(self, model: Any, **options: Any) -> Any:
+        if zero3.is_sharded(model):
+            groups = zero3.param_groups(model, lambda name, info: {"whole": is_matrix(name, info)})
+            matrices, others = ([group for group in groups if group["whole"] == whole] for whole in (True, False))
+        else:
+            named = list(model.named_parameters())
+            matrices, others = ([p for name, p in named if is_matrix(name, p) == whole] for whole in (True, False))
+        made = torch.optim.Muon(matrices, **options), torch.optim.AdamW(others, **options)
+        return made if zero3.is_sharded(model) else Both(*made)
+
+
+def is_matrix(name: str, info: Any) -> bool:
+    return info.ndim == 2 and "embed" not in name
+
+
+class Both(torch.optim.Optimizer):
+    """Stock trainers take one optimizer."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self.members = members
+        self.__setstate__({"defaults": {}, "state": {}, "param_groups": [group for member in members for group in member.param_groups]})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for member in self.members:
+            member.step()
+        return loss
+
+
 def optimizers_of(entry: Entry, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
     """One of the entry's kind, and an AdamW for what that does not take."""
     kinds = [entry.make([g for g in groups if g["taken"]])] if any(g["taken"] for g in groups) else []
@@ -170,17 +206,69 @@ def largest(a: Any, b: Any) -> float:
     return (torch.as_tensor(a) - torch.as_tensor(b)).abs().max().item()
 
 
+FLAT, WHOLE, ALIGNED = "`get_trainable_chunk(model)`", '`{"whole": True}`', '`{"align": 256}`'
+
+
 def row(entry: Entry) -> str:
-    cells = []
-    for whole in (False, True):
+    """What it is to be given: chunks if it is right on them, and else whole parameters."""
+    for what, whole in ((FLAT, False), (WHOLE, True)):
         found = [verdict(entry, world_size, whole=whole) for world_size in WORLD_SIZES]
-        cells.append(found[0] if len(set(found)) == 1 else " / ".join(found))
-    return f"| {entry.name} | {cells[0]} | {cells[1]} |"
+        told = found[0] if len(set(found)) == 1 else " / ".join(found)
+        if told != "refused":
+            return f"| {entry.name} | {what} | {told} | {state_bytes(entry.make)} |"
+    return f"| {entry.name} | nothing | refused | |"
+
+
+def state_bytes(make: Make) -> str:
+    """Of its state for each element of a matrix in fp32."""
+    parameter = nn.Parameter(torch.ones(256, 256))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make([parameter])
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    tensors = [each for each in tensors_of(optimizer.state[parameter], (256, 256)).values() if isinstance(each, Tensor) and each.dim()]
+    return f"{sum(each.nbytes for each in tensors) / parameter.numel():.2f}"
+
+
+def low_bit() -> dict[str, Make]:
+    """Those that keep their state in blocks, of libraries that `make low-bit` installs."""
+    names = {
+        "bitsandbytes": ("bitsandbytes.optim", ("AdamW8bit", "Adam8bit", "Lion8bit", "AdEMAMix8bit")),
+        "torchao": ("torchao.optim", ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+    }
+    return {
+        f"{library} {name}": getattr(importlib.import_module(module), name) for library, (module, kinds) in names.items() for name in kinds
+    }
+
+
+def same_bits(rank: Rank) -> dict[str, bool]:
+    """Whether two steps of each give the bits of one process."""
+    shapes, found = [(160, 128), (101, 96), (50,)], {}
+    for name, make in low_bit().items():
+        model = zero3.shard(Parts(shapes), layers=Block, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
+        plain = Parts(shapes)
+        go(model, make(zero3.param_groups(model, lambda name, info: {"align": 256})), range(2), own(rank.number, rank.world_size))
+        go(plain, make(plain.parameters()), range(2), together)
+        state = zero3.full_state_dict(model, rank0_only=False)
+        found[name] = all(torch.equal(state[key], value.detach()) for key, value in plain.named_parameters())
+    return found
+
+
+def low_bit_rows() -> list[str]:
+    found = on_ranks(2, same_bits)
+    told = {name: "equal, to the bit" if all(each[name] for each in found) else "differs" for name in found[0]}
+    return [f"| {name} | {ALIGNED} | {told[name]} | {state_bytes(make)} |" for name, make in low_bit().items()]
 
 
 def table() -> str:
-    return "\n".join(["| optimizer | on chunks | on whole parameters |", "|---|---|---|", *map(row, [*of_torch(), *of_others()])])
+    rows = list(map(row, [*of_torch(), *of_others()]))
+    try:
+        rows += low_bit_rows()
+    except ModuleNotFoundError as error:
+        rows.append(f"({error.name} is not installed: make optimizers)")
+    return "\n".join(["| optimizer | what to give it | | bytes of state a parameter |", "|---|---|---|---|", *rows])
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     print(table())

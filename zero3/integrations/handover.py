@@ -15,7 +15,7 @@ from ..optim.check_optimizer import check_optimizer
 from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of
 from ..optim.probe import fitting
-from ..optim.several import held_by
+from ..optim.several import held_by, members_of
 
 __all__: list[str] = []
 
@@ -41,10 +41,10 @@ class Handover:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         self._models = models
-        self._optimizers = optimizers
+        self._optimizers = members_of(list(optimizers)) if optimizers else []
         places: dict[int, _Place] = {}
         known = {id(parameter) for model in models for parameter in model.parameters()}
-        for number, optimizer in enumerate(optimizers):
+        for number, optimizer in enumerate(self._optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     if id(parameter) in known:

@@ -125,8 +125,8 @@ class Zero3Mixin(_Base):
 
     Raises:
         ValueError: An unsharded model has no values; or the arguments ask for what can't be had:
-            fp16 on the CPU, an optimizer that needs whole parameters, `use_vllm`, and others, which
-            docs/integrations.md lists. It names the option.
+            fp16 on the CPU, an optimizer that divides the model itself, `use_vllm`, and others,
+            which docs/integrations.md lists. It names the option.
 
     Example::
 

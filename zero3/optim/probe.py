@@ -153,8 +153,11 @@ def fitting(
         for align in ALIGNS:
             if probe_aligned(build, device, 2, align, least) is None:
                 return {"align": align}
-    except CannotProbe:
-        return {}
+    except CannotProbe:  # as Muon, which takes matrices only
+        try:
+            probe_whole(build, device, 2, sorted({each.ndim for each in group["params"]}))
+        except CannotProbe:
+            return {}
     return {"whole": True}
 
 
