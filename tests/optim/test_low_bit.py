@@ -65,6 +65,58 @@ def check_each(rank: Rank) -> None:
                     zero3.check_optimizer(model, make(parts))
 
 
+def check_longer_blocks(rank: Rank) -> None:
+    """Blocks that are longer than `align`, a rate of 0 at the begin of a warm-up, groups that say what their parameters are not."""
+    low_bit = importlib.import_module("torchao.optim")
+    model = zero3.shard(Parts(LENGTHS), layers=Block)
+    chunks = zero3.get_trainable_chunk(model)
+    for block in (384, 512, 1024):
+        optimizer = low_bit.AdamW8bit(chunks, block_size=block)
+        optimizer.param_groups[0]["lr"].fill_(0)
+        needed = {384: '"whole": True', 512: '"align": 512', 1024: '"align": 1024'}[block]
+        with pytest.raises(ValueError, match=rf"does more than treat each element by itself.*{{{needed}}}\)"):
+            zero3.check_optimizer(model, optimizer)
+    with pytest.raises(ValueError, match="has align=256, and holds parameters that were divided with align=0"):
+        zero3.check_optimizer(model, made.AdamW8bit([{"params": chunks, "align": 256}]))
+    parts = zero3.param_groups(model, lambda name, info: {"align": 256})
+    for block in (512, 1024):
+        with pytest.raises(ValueError, match=rf"slices cut at multiples of 256 .*{{\"align\": {block}}}\)"):
+            zero3.check_optimizer(model, low_bit.AdamW8bit(parts, block_size=block))
+    whole = low_bit.AdamW8bit(zero3.param_groups(model, lambda name, info: {"whole": True}))
+    go(model, whole, range(1), own(rank.number, rank.world_size))
+    for save in (
+        lambda: zero3.full_optimizer_state_dict(model, whole),
+        lambda: zero3.save_checkpoint(rank.scratch / "whole", model, whole),
+    ):
+        with pytest.raises(TypeError, match=r"'exp_avg' of .* is a OptimState8bit, which holds other tensors.*align"):
+            save()
+
+
+def test_check_optimizer_sees_blocks_that_are_longer_than_align() -> None:
+    on_ranks(2, check_longer_blocks)
+
+
+def prepare_with_settings(rank: Rank) -> list[Any]:
+    from zero3.integrations.accelerate import Zero3Accelerator
+
+    with launched(rank):
+        model = llama()
+        model.model.embed_tokens = nn.Embedding(128, 64)  # of more than 4096 elements
+        embedding = model.model.embed_tokens.weight
+        made.AdamW8bit([embedding]).mng.override_config(embedding, "optim_bits", 32)
+        model, optimizer = Zero3Accelerator(cpu=True).prepare(model, made.AdamW8bit(model.parameters()))
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        optimizer.optimizer.step()
+        full = zero3.full_optimizer_state_dict(model, optimizer.optimizer, rank0_only=False)["state"]
+        return [full[name]["state1"].dtype for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")]
+
+
+def test_what_bitsandbytes_was_told_of_a_parameter_counts_for_its_parts() -> None:
+    for found in on_ranks(2, prepare_with_settings, fresh=True):
+        assert found[0] == torch.float32
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_check_optimizer_tells_8_bit_state_from_32_bit_state(world_size: int) -> None:
     on_ranks(world_size, check_each)

@@ -266,7 +266,7 @@ def table() -> str:
         rows += low_bit_rows()
     except ModuleNotFoundError as error:
         rows.append(f"({error.name} is not installed: make optimizers)")
-    return "\n".join(["| optimizer | what to give it | | bytes of state a parameter |", "|---|---|---|---|", *rows])
+    return "\n".join(["| optimizer | what to give it | result | bytes of state a parameter |", "|---|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

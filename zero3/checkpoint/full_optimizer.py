@@ -73,17 +73,18 @@ def full_optimizer_state_dict(
     for one in held:
         for span in one.spans if one.mine and contents.writes else ():
             parts.setdefault(span.name, []).append((one, span))
-    aligned = _aligned(together, own)
     state = {}
     for name, named in own.state.items():
         gathered = _gather(contents, together, parts.get(name, []), name, named)
         if keeps:
             tensors = {key: value.cpu() for key, value in gathered.items()}
-            if (group := aligned.get(name)) is not None:
-                options, like = together.param_groups[group], torch.empty(contents.shape(name))
-                made = partial(fresh_state, together.owners[group], options, like)
-                tensors = joined(tensors, made)
             state[name] = tensors | _decoded(named.scalars)
+    if aligned := _aligned(together, own):
+        with agreeing(contents.communicator, contents.device, caller):
+            for name in aligned.keys() & state.keys():
+                options, like = together.param_groups[aligned[name]], contents.shape(name)
+                made = partial(fresh_state, together.owners[aligned[name]], options)
+                state[name] = joined(state[name], partial(made, torch.empty(like)))
     if not keeps:
         return {}
     groups = [{**_decoded(options), "params": names} for options, names in own.groups]

@@ -86,13 +86,14 @@ class Placing:
         (span,) = held.filled
         together, number = self.optimizer, held.group
         owner, group = together.owners[number], together.param_groups[number]
-        state, blocks = (
-            fresh_state(owner, group, held.parameter, held.parameter),
-            together.blocks(number),
-        )
+        state = fresh_state(owner, group, held.parameter, held.parameter)
+        blocks = together.blocks(number)
         kept: dict[str, tuple[str, tuple[int, ...]]] = {}
+        numbers = set()
         for key, value in tensors_of(state, held.parameter.shape).items():
-            if isinstance(value, Tensor) and value.dim():
+            if not isinstance(value, Tensor) or not value.dim():
+                numbers.add(key)
+            else:
                 length = blocks.get(key)
                 full = shape if length is None else in_full(value, length, shape)
                 kept[key] = name_of(value.dtype), full
@@ -100,11 +101,14 @@ class Placing:
                 flat = value if start is None else value.view(-1)
                 if flat.numel():
                     self.targets.append(Target(span.name, key, start, flat))
-        numbers = named.scalars.items()
-        state |= {key: decode_scalar(value, held.parameter.device) for key, value in numbers}
+        device, scalars = held.parameter.device, named.scalars
+        state |= {key: decode_scalar(value, device) for key, value in scalars.items()}
         self.state.append((held.parameter, state))
         saved = named.tensors(shape)
         return [
+            f"{key} of {span.name} is a number on one side only"
+            for key in sorted(numbers ^ scalars.keys())
+        ] + [
             f"{key} of {span.name} is {_told(saved.get(key))}, expected {_told(kept.get(key))}"
             for key in sorted({*saved, *kept})
             if saved.get(key) != kept.get(key)
@@ -240,8 +244,9 @@ def _problems_of_slices(held: Held, named: dict[str, NamedState], contents: Cont
     for name, state in named.items() if not held.is_whole(contents) else ():
         for key, (_, shape) in state.whole.items():
             problems.append(
-                f"{key} of {name} has {tuple(shape)}, expected {contents.shape(name)}: other "
-                "shapes go with whole and aligned parameters (param_groups with whole or align)"
+                f"{key} of {name} has {tuple(shape)}, expected {contents.shape(name)}: state "
+                "of another shape needs a parameter that is whole or aligned (param_groups with "
+                "whole or align)"
             )
     return problems
 

@@ -30,6 +30,7 @@ from ..comm.plain_values import (
 )
 from ..core.chunk import Chunk, Part
 from ..core.parameters import own_name
+from ..optim.check_optimizer import check_aligned
 from ..optim.low_bit import TABLE, tensors_of
 from ..optim.several import Together
 from .contents import Contents, NamedSpan
@@ -38,6 +39,7 @@ __all__: list[str] = []
 
 
 # not options: two tell how this run divides the model, and another may divide it otherwise
+_FLATTENS = "__tensor_flatten__"  # what tensor subclasses have that hold other tensors
 _NOT_OPTIONS = ("params", "param_names", "whole", "align")
 
 Group = tuple[dict[str, Any], list[str]]  # options, as `encode_scalar` writes them, and names
@@ -138,9 +140,10 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
 
     Raises:
         TypeError: An option could only be pickled.
-        ValueError: A parameter is not of this model.
+        ValueError: A parameter is not of this model, or is not aligned as its group says.
     """
     known: dict[int, tuple[tuple[NamedSpan, ...], bool]] = {}
+    parts = {id(part.parameter): part for chunk in contents.chunks() for part in chunk.parts}
     for name, tensor in contents.others.items():
         known[id(tensor)] = ((NamedSpan(name, 0, tensor.numel(), 0),), contents.is_first)
     for chunk in contents.chunks():
@@ -149,6 +152,8 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
     held = []
     for group, options in enumerate(optimizer.param_groups):
         options_of(options, optimizer.labels[group])  # raises for values that could only be pickled
+        held_parts = [parts[id(p)] for p in options["params"] if id(p) in parts and p.numel()]
+        check_aligned(options, held_parts, optimizer.kinds[group])
         for parameter in options["params"]:
             # a group that is empty on this rank holds an empty parameter
             if id(parameter) not in known and parameter.numel():
@@ -178,7 +183,8 @@ def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
 
     Raises:
         TypeError: A value is neither a number nor a tensor, or is a tensor of another shape and the
-            parameter is not whole.
+            parameter is neither whole nor aligned.
+        ValueError: A block of the state lies on two ranks.
     """
     found = NamedState()
     kind, where = optimizer.kinds[held.group], held.spans[0].name if held.spans else "padding"
@@ -190,8 +196,19 @@ def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
         if not isinstance(value, Tensor) or (not value.dim() and (own or key == "step")):
             found.scalars[key] = encode_scalar(value, what)
         elif key in blocks:
-            shape = in_full(value, blocks[key], contents.shape(held.filled[0].name))
+            (span,) = held.filled
+            if blocks[key] and span.start % blocks[key]:
+                raise ValueError(
+                    f"{what} has blocks of {blocks[key]}, and this rank's slice begins inside one: "
+                    "ask zero3.check_optimizer which align it needs"
+                )
+            shape = in_full(value, blocks[key], contents.shape(span.name))
             found.whole[key] = name_of(value.dtype), list(shape)
+        elif type(value) not in (Tensor, torch.nn.Parameter) and hasattr(value, _FLATTENS):
+            raise TypeError(
+                f"{what} is a {type(value).__name__}, which holds other tensors: only state of "
+                "aligned parameters can be saved then (param_groups with align)"
+            )
         elif value.shape == own:
             found.elements[key] = name_of(value.dtype)
         elif not held.spans or held.is_whole(contents):

@@ -16,6 +16,7 @@ from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of
 from ..optim.probe import fitting
 from ..optim.several import held_by, members_of
+from .own_settings import settings_of, tell_parts
 
 __all__: list[str] = []
 
@@ -50,6 +51,7 @@ class Handover:
                     if id(parameter) in known:
                         places[id(parameter)] = number, index
             _check(optimizer, known)
+        self._settings = [settings_of(optimizer) for optimizer in self._optimizers]
         self._places = [
             {name: places.get(id(parameter)) for name, parameter in _trainable(model)}
             for model in models
@@ -68,6 +70,8 @@ class Handover:
         for model, places in zip(self._models, self._places, strict=True):
             for (number, index), parameters in self._divided(model, places):
                 self._optimizers[number].param_groups[index]["params"] += parameters
+            for optimizer, settings in zip(self._optimizers, self._settings, strict=True):
+                tell_parts(optimizer, model, settings)
 
     def _divided(
         self, model: nn.Module, places: Mapping[str, _Place | None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +9,11 @@ import torch
 from torch import nn
 
 from ..access import states_of
-from ..optim.check_optimizer import owned_by
 from ..optim.param_groups import named_parameters, param_groups
 from ..optim.probe import fitting
 from ..optim.several import OptimizerList
 from ..policy import ParamInfo
+from .own_settings import tell_parts
 
 __all__: list[str] = []
 
@@ -27,7 +25,8 @@ def refuse_dividing(name: str) -> None:
     """Raises ValueError if the optimizer of this name needs the unsharded model."""
     if any(part in name for part in _DIVIDING):
         raise ValueError(
-            "it divides whole parameters itself, and has chunks here. Give it whole ones: "
+            "this optimizer divides the model's own parameters, and a sharded model has chunks "
+            "instead. Give it whole parameters: "
             'zero3.param_groups(model, lambda name, info: {"whole": True})'
         )
 
@@ -57,6 +56,11 @@ def make_optimizer(
         ValueError: It does not take all parameters.
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        if len(models) > 1:
+            raise ValueError(
+                "sync_ref_model mixes the parameters of two models pair by pair, and a factory "
+                "divides one: name a class of optimizers, or leave out sync_ref_model"
+            )
         made = kind()(models[0], **options)
         return OptimizerList(*made) if isinstance(made, list | tuple) else made
     sample = _tried(kind, options, models[0])
@@ -70,7 +74,9 @@ def make_optimizer(
         group["weight_decay"] *= weight_decay
     optimizer = kind(groups, **options)
     if kind.__module__.startswith("bitsandbytes") and options.get("optim_bits") == 8:
-        _keep_embeddings_in_32_bits(models[0])
+        # as the Trainer does
+        embeddings = [m for m in models[0].modules() if isinstance(m, nn.Embedding)]
+        tell_parts(optimizer, models[0], {id(m.weight): {"optim_bits": 32} for m in embeddings})
     return optimizer
 
 
@@ -97,22 +103,3 @@ def _tried(
             "one: zero3.OptimizerList(muon, adamw), each over its groups of zero3.param_groups"
         )
     return next(iter(made.values()), None)
-
-
-def _keep_embeddings_in_32_bits(model: nn.Module) -> None:
-    """As the Trainer does with 8-bit optimizers of bitsandbytes, which know parameters by id."""
-    manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    weights = {id(module.weight) for module in embeddings}
-    states = states_of(model)
-    slots = {
-        (state, sharded.sites.name)
-        for _, state, sharded in named_parameters(model, states)
-        if id(sharded.sites.parameter) in weights
-    }
-    for each in owned_by(states).values():
-        if any((each.state, piece.slot.name) in slots for piece, _ in each.pieces()):
-            part = each.part.parameter
-            manager.override_config(part, "optim_bits", 32)
-            # another parameter may have its id later
-            weakref.finalize(part, manager.pid2config.pop, id(part), None)

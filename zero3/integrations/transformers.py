@@ -260,10 +260,12 @@ class Zero3Mixin(_Base):
                 self.optimizer = self._make_optimizer(name)
                 check_optimizer(self.model, self.optimizer)
             except ValueError as error:
-                raise ValueError(
-                    f"{asked}: {error}. For that, call zero3.shard(model, ...) yourself, make the "
-                    "optimizer from such groups, and pass it: optimizers=(optimizer, None)"
-                ) from error
+                advice = (
+                    ". For that, call zero3.shard(model, ...) yourself, make the optimizer from "
+                    "such groups, and pass it: optimizers=(optimizer, None)"
+                )
+                told = f"{error}{advice if 'zero3.param_groups' in str(error) else ''}"
+                raise ValueError(f"{asked}: {told}") from error
             self.optimizer = offload_optimizer(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.streams import random_state_kept
-from ..optim.probe import Build, builder
+from ..optim.probe import Build, builder, trying
 
 __all__: list[str] = []
 
@@ -94,7 +93,7 @@ def _trained(
 ) -> tuple[str, list[torch.dtype]]:
     """Returns a text of all numbers that steps have led to, and the dtypes of state."""
     shape = _SHAPE[: like.ndim]
-    with random_state_kept(like.device), torch.inference_mode(False), torch.enable_grad():
+    with trying(like.device):
         numel = torch.Size(shape).numel()
         values = [
             torch.linspace(-1, 1, numel, dtype=torch.float64),

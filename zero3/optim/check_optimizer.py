@@ -80,10 +80,10 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
 
     It makes a few steps on small tensors with each optimizer's class, with the options of each
     group, and with what else the optimizer was made with: once on whole tensors, and once on slices
-    as ranks hold them. So it can judge any optimizer of any library, in a few milliseconds for each
-    group. Ranks also compare their options. (A schedule that follows a rank's own loss would give
-    each rank another learning rate.) `save_checkpoint` and `full_optimizer_state_dict` warn of the
-    same mistakes; this finds them before the first step.
+    as ranks hold them. So it can judge any optimizer of any library. Ranks also compare their
+    options. (A schedule that follows a rank's own loss would give each rank another learning rate.)
+    `save_checkpoint` and `full_optimizer_state_dict` warn of the same mistakes; this finds them
+    before the first step.
 
     Args:
         model: Any model that contains zero3 layers.
@@ -215,6 +215,7 @@ def _check_maths(
     for group in optimizer.param_groups:
         build, align = builder(optimizer, group), group.get("align", 0)
         parts = [found[id(p)].part for p in group["params"] if id(p) in found and p.numel()]
+        check_aligned(group, parts, type(optimizer).__name__)
         ndims = sorted({part.parameter.ndim for part in parts if part.whole})
         try:
             if ndims and (reason := probe_whole(build, first.device, ranks, ndims)):
@@ -233,7 +234,7 @@ def _check_maths(
                     slices = f"slices cut at multiples of {align}" if align else "flat slices"
                     raise ValueError(
                         f"{_named(optimizer, group)} does more than treat each element by itself, "
-                        f"but has {slices} of parameters: {reason}. "
+                        f"but has {slices} of parameters: {reason}"
                         f"{_remedy(fitting(optimizer, group, device))}"
                     )
         except CannotProbe as cause:
@@ -249,7 +250,19 @@ def _remedy(options: Mapping[str, Any]) -> str:
     """The line to write for an optimizer that is exact with these `options` of `param_groups`."""
     what = "aligned ones" if "align" in options else "whole ones"
     spelled = ", ".join(f'"{key}": {value}' for key, value in options.items())
-    return f"Give it {what}: zero3.param_groups(model, lambda name, info: {{{spelled}}})"
+    line = f". Give it {what}: zero3.param_groups(model, lambda name, info: {{{spelled}}})"
+    return line if options else ""
+
+
+def check_aligned(group: Mapping[str, Any], parts: Iterable[Part], of: str) -> None:
+    """Raises ValueError if the group says `align` of parts that were not divided so."""
+    said = group.get("align", 0)
+    for part in parts:
+        if said and part.align != said:
+            raise ValueError(
+                f"a group of the {of} has align={said}, and holds parameters that were divided "
+                f"with align={part.align}: make it from what zero3.param_groups returned last"
+            )
 
 
 def _named(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:

@@ -17,7 +17,6 @@ from .probe import builder, longest, trying
 
 __all__: list[str] = []
 
-_LENGTHS = 3 << 14, 5 << 14
 _NESTED = "__bnb_optimizer_quant_state__"  # as bitsandbytes' state_dict() keeps what it quantises
 TABLE = 0
 
@@ -46,17 +45,18 @@ def tensors_of(state: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, An
 
 def joined(tensors: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The inverse of `tensors_of`. `make` returns a state whose tensor subclasses are filled."""
+    found: dict[str, Any] = {}
+    if any("." in key for key in tensors):
+        found = make()
+        for key, value in tensors_of(found, ()).items():
+            if "." in key:
+                value.copy_(tensors[key].view(value.shape))
     rows: dict[str, list[Any]] = {}
     for key in sorted(key for key in tensors if "#" in key):
         rows.setdefault(key.partition("#")[0], []).append(tensors[key])
-    found = {key: torch.stack(each) for key, each in rows.items()}
+    stacked = {key: torch.stack(each) for key, each in rows.items()}
     plain = {key: value for key, value in tensors.items() if "#" not in key and "." not in key}
-    if inside := {key: value for key, value in tensors.items() if "." in key}:
-        found = make()
-        for key, value in tensors_of(found, ()).items():
-            if key in inside:
-                value.copy_(inside[key].view(value.shape))
-    return found | plain
+    return found | stacked | plain
 
 
 def _is_stacked(value: Tensor, shape: tuple[int, ...]) -> bool:
@@ -90,17 +90,27 @@ def fresh_state(
 def blocks_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, int]:
     """For each tensor of the state that is not as long as its parameter: how many elements of the
     parameter each of its own stands for, or `TABLE`.
+
+    Raises:
+        TypeError: A tensor grows with the parameter in another way.
     """
-    device = group["params"][0].device
-    more = max(1, -(-longest(optimizer, group) // _LENGTHS[0]))
-    first, second = (length * more for length in _LENGTHS)
-    states = [
+    device, align = group["params"][0].device, group["align"]
+    most = max(longest(optimizer, group), 1 << 14)
+    lengths = [align * (blocks + -(-most // align)) for blocks in (96, 160)]
+    first, second = (
         tensors_of(fresh_state(optimizer, group, torch.empty(length, device=device)), (length,))
-        for length in (first, second)
-    ]
+        for length in lengths
+    )
     found = {}
-    for key, value in states[0].items():
-        if isinstance(value, Tensor) and value.dim() and value.numel() != first:
-            grows = value.shape != states[1][key].shape
-            found[key] = first // value.numel() if grows else TABLE
+    for key, value in first.items():
+        if isinstance(value, Tensor) and value.dim() and value.numel() != lengths[0]:
+            sizes = [value.numel(), second[key].numel() if key in second else 0]
+            block = lengths[0] // max(1, sizes[0])
+            if len(set(sizes)) > 1 and (not block or [block * n for n in sizes] != lengths):
+                raise TypeError(
+                    f"{type(optimizer).__name__}'s {key!r} has {sizes[0]} elements for {lengths[0]}"
+                    f" of a parameter, and {sizes[1]} for {lengths[1]}: these are no blocks of "
+                    "align elements or fewer. Give the optimizer whole parameters, or another align"
+                )
+            found[key] = block if len(set(sizes)) > 1 else TABLE
     return found

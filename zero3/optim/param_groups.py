@@ -30,7 +30,8 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
 
     Chunks are divided into parts, which share the chunks' memory. The parts replace the chunks in
     these groups, in `model.parameters()` and in `get_trainable_chunk`. Neighbours with equal
-    options are one part. A chunk whose parameters all have equal options is not divided.
+    options are one part, and a chunk whose parameters all have equal options is not divided, but
+    for the two options that follow.
 
     With `whole=True` among the options, exactly one rank has the parameter, in its own shape, for
     optimizers such as Muon, Shampoo, Adafactor and LAMB. Its gradient is complete there before
@@ -41,7 +42,7 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     where blocks of n elements end, into pieces of at least 16 n, and not at all if its length is no
     multiple of n. So an optimizer that quantises its state in blocks quantises each piece as it
     would quantise the parameter: `align=256` serves the 8-bit and 4-bit optimizers of bitsandbytes
-    and torchao.
+    and torchao as they are made by default. `check_optimizer` tells which `align` one needs.
 
     Every rank calls it, with the same options. After a second call, make new optimizers: the
     parameters of the first call raise when they are used.
@@ -60,8 +61,9 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
         in its `params`. For two optimizers, divide the list.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, options differ between ranks or hold "params", or
-            the model has stage 1. All ranks raise the same error, and nothing has changed.
+        ValueError: Nothing in `model` is sharded, options differ between ranks or hold "params",
+            `align` is no positive int or goes with `whole`, or the model has stage 1. All ranks
+            raise the same error, and nothing has changed.
         TypeError: `options` is no function, or returns something other than a dict or None. Again
             all ranks raise it.
         RuntimeError: The model has gradients, computes, or is in `full_params`. Again all ranks

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import RLock
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ ALIGNS = (128, 256, 512, 1024, 2048, 4096)  # block lengths that are tried
 _LONGEST = 1 << 20  # a larger number among an optimizer's settings is no length
 # attributes of every optimizer, which it does not keep as settings
 _OF_ALL = ("state", "param_groups", "defaults")
+# keys of groups that are no arguments, of ours and of torch's schedules
+_NOT_ARGUMENTS = ("whole", "align", "initial_lr", "param_names")
+# ranks may be threads, and torch's generators and its compiler are the process's
+_ONE_AT_A_TIME = RLock()
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -45,8 +50,13 @@ def trying(device: torch.device) -> Iterator[None]:
     """Context for steps on small tensors, which leaves random generators as they were. Nothing is
     compiled: torchao compiles each step, for half a minute.
     """
-    stance = torch.compiler.set_stance("force_eager")
-    with random_state_kept(device), torch.inference_mode(False), torch.enable_grad(), stance:
+    with (
+        _ONE_AT_A_TIME,
+        random_state_kept(device),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),  # it acts when it is made
+    ):
         yield
 
 
@@ -64,7 +74,7 @@ class Problem:
     """
 
     start: Tensor
-    targets: Tensor  # the minimum for each evaluation
+    targets: Tensor  # the minimum for each evaluation; after the last comes the first again
     curvature: Tensor
 
     @property
@@ -119,12 +129,12 @@ def probe_aligned(
     # small first, as above: shapes and norms over several parameters show here
     if reason := _compare(build, Problem.of(small[-1][1], device), small, spread):
         return reason
-    long = align * max(64, -(-2 * max(longest, 4096) // align))
-    reference = _spans([(long,), (long + 1,), (4099,)])
-    ends = (16 * align, 32 * align, long) if ranks > 1 else (long,)
-    spread = [[(low, high, (high - low,))] for low, high in pairwise((0, *ends))]
-    for number, span in enumerate(reference[1:]):
-        spread[number % len(spread)].append(span)
+    # of odd multiples, at odd multiples: longer blocks than `align` must not pass
+    long, short = align * (65 + 2 * (max(longest, 4096) // align)), 33 * align
+    reference = _spans([(long,), (short,), (long + 1,), (4099,)])
+    cuts = (0, 16 * align, 33 * align, long, long + 17 * align, long + short)
+    pieces = [(low, high, (high - low,)) for low, high in pairwise(cuts)] + reference[2:]
+    spread = [pieces[rank::3] for rank in range(3)] if ranks > 1 else [reference]
     return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
 
 
@@ -143,8 +153,9 @@ def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[
 def fitting(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """Returns the options of `param_groups` under which an optimizer is exact on several ranks:
-    none, or the smallest `align` of a few, or `whole`. None too, if that can't be tried.
+    """Returns the options of `param_groups` under which an optimizer is exact on several ranks: the
+    smallest `align` of a few, or `whole`. An empty dict: flat chunks are, or nothing is, or it
+    can't be tried.
     """
     build, least = builder(optimizer, group), longest(optimizer, group)
     try:
@@ -154,11 +165,12 @@ def fitting(
             if probe_aligned(build, device, 2, align, least) is None:
                 return {"align": align}
     except CannotProbe:  # as Muon, which takes matrices only
-        try:
-            probe_whole(build, device, 2, sorted({each.ndim for each in group["params"]}))
-        except CannotProbe:
-            return {}
-    return {"whole": True}
+        pass
+    try:
+        ndims = sorted({each.ndim for each in group["params"]})
+        return {"whole": True} if probe_whole(build, device, 2, ndims) is None else {}
+    except CannotProbe:
+        return {}
 
 
 def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build:
@@ -169,9 +181,10 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
     others as attributes. So the new optimizers get such attributes of `optimizer` too.
     """
     kind, options = type(optimizer), {key: value for key, value in group.items() if key != "params"}
-    if isinstance(options.get("lr"), (int, float)) and not options["lr"]:
+    if isinstance(rate := options.get("lr"), (int, float, Tensor)) and not rate:
         # a warm-up begins at 0, and steps that change nothing show nothing
-        options["lr"] = group.get("initial_lr") or 0.01
+        began = float(group.get("initial_lr") or 0.01)
+        options["lr"] = torch.full_like(rate, began) if isinstance(rate, Tensor) else began
     accepted = inspect.signature(kind.__init__).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     own = {
@@ -183,7 +196,7 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
     given |= {
         key: value
         for key, value in {**optimizer.defaults, **options}.items()
-        if key in accepted or anything
+        if key in accepted or (anything and key not in _NOT_ARGUMENTS)
     }
     settings: dict[str, Any] = {}
 

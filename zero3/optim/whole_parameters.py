@@ -77,8 +77,11 @@ def new_cuts(
     if world_size == 1:
         return []  # a single rank has every parameter whole
     whole = [_dealt(family, choice_of) for family in found]
-    owners = iter(deal([slot.numel for slots in whole for slot in slots], world_size))
-    loads = [0] * world_size
+    sizes = [slot.numel for slots in whole for slot in slots]
+    dealt_to = deal(sizes, world_size)
+    owners, loads = iter(dealt_to), [0] * world_size
+    for owner, numel in zip(dealt_to, sizes, strict=True):
+        loads[owner] += numel
     wanted = []
     for family, slots in zip(found, whole, strict=True):
         rest = [slot for slot in family.slots if slot not in slots]
