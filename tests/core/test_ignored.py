@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero3
@@ -453,3 +454,46 @@ def test_ignored_parameters_alone_can_not_count_tokens() -> None:
 def test_ignored_parameters_are_pickled_without_marks() -> None:
     weight = zero3.shard(stack(), policy=POLICY).norm.weight
     assert set(vars(pickle.loads(pickle.dumps(weight)))) == set()
+
+
+@pytest.mark.parametrize("way", ["materialize", "load_pretrained", "load_full_state_dict", "load_checkpoint"])
+def test_an_ignored_parameter_that_gets_its_values_later_is_known_as_before(way: str, tmp_path: Path) -> None:
+    """Its values come in another object, whose gradient is clipped, scaled and dropped with the others."""
+    values = stack().state_dict()
+
+    def filled(group: ThreadCommunicator) -> nn.Module:
+        model = zero3.shard(models[group.rank], device="cpu", process_group=group, policy=POLICY)
+        if way == "materialize":
+            zero3.materialize(model, lambda module: [p.data.copy_(torch.ones_like(p)) for p in module.parameters(recurse=False)])
+        elif way == "load_pretrained":
+            zero3.load_pretrained(model, tmp_path)
+        elif way == "load_full_state_dict":
+            zero3.load_full_state_dict(model, values)
+        else:
+            zero3.load_checkpoint(tmp_path / "saved", model)
+        return model
+
+    def body(group: ThreadCommunicator) -> None:
+        model = filled(group)
+        train(model, Turn(group.rank, 0, 2))
+        own = [p for name, p in model.named_parameters() if "chunk" not in name]
+        assert len(own) == len(LEFT) and not any(p.is_meta for p in own)
+        for p in own:
+            group.all_reduce(p.grad)
+            p.grad /= 2
+        with zero3.full_gradients(model) as gradients:
+            squares = sum(
+                gradient.double().square().sum() for gradient in [*gradients.values(), *(p.grad for p in own if p.grad is not None)]
+            )
+        before = [p.grad.clone() for p in own]
+        norm = zero3.clip_grad_norm_(model, 1e-3)
+        assert torch.allclose(norm.double(), squares.sqrt(), rtol=1e-6)
+        assert all(torch.allclose(p.grad, old * 1e-3 / norm, rtol=1e-3) for p, old in zip(own, before, strict=True))
+
+    if way == "load_pretrained":
+        save_file(values, tmp_path / "model.safetensors")
+    if way == "load_checkpoint":
+        zero3.save_checkpoint(tmp_path / "saved", zero3.shard(stack(), policy=POLICY))
+    with torch.device("meta"):
+        models = [stack() for _ in range(2)]
+    run_ranks(2, body)

@@ -11,6 +11,7 @@ from tests.examples.test_finetune import SMALL, run_in_two_processes
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make low-bit")
 
 
+@pytest.mark.slow
 def test_moments_in_eight_bits_learn_as_well_in_a_quarter_of_the_memory(tmp_path: Path) -> None:
     found = run_in_two_processes(
         tmp_path, {name: [*SMALL, "--steps", 20, "--device", "cpu", "--optimizer", name] for name in ("adamw", "adamw_8bit")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ EXACT: dict[str, Callable[[Any], optim.Optimizer]] = {
     "Lion": made.Lion,
     "SGD": lambda params: made.SGD(params, lr=0.1, momentum=0.9),
 }
+EAGER = partial(torch.compiler.set_stance, "force_eager")  # torchao compiles its step, for half a minute
+
 # with the least `align` that is right
 IN_BLOCKS: dict[str, tuple[Callable[[Any], optim.Optimizer], int]] = {
     "AdamW, 8 bits": (lambda params: made.AdamW(params, optim_bits=8), 256),
@@ -67,6 +70,7 @@ def check_each(rank: Rank) -> None:
 
 def check_longer_blocks(rank: Rank) -> None:
     """Blocks that are longer than `align`, a rate of 0 at the begin of a warm-up, groups that say what their parameters are not."""
+    EAGER()
     low_bit = importlib.import_module("torchao.optim")
     model = zero3.shard(Parts(LENGTHS), layers=Block)
     chunks = zero3.get_trainable_chunk(model)
@@ -117,7 +121,7 @@ def test_what_bitsandbytes_was_told_of_a_parameter_counts_for_its_parts() -> Non
         assert found[0] == torch.float32
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_check_optimizer_tells_8_bit_state_from_32_bit_state(world_size: int) -> None:
     on_ranks(world_size, check_each)
 
@@ -163,6 +167,7 @@ def plainly(make: Make) -> tuple[nn.Module, optim.Optimizer]:
 
 
 def train_as_one_process(rank: Rank, kept: Path) -> None:
+    EAGER()
     for name, make in optimizers.low_bit().items():
         model, optimizer = sharded(make)
         plain, reference = plainly(make)
@@ -190,6 +195,7 @@ def train_as_one_process(rank: Rank, kept: Path) -> None:
 
 
 def go_on_with_others(rank: Rank, kept: Path) -> None:
+    EAGER()
     for name, make in optimizers.low_bit().items():
         (before, kept_there), (plain, reference) = plainly(make), plainly(make)
         go(before, kept_there, range(3), together)
@@ -220,6 +226,7 @@ def test_low_bit_optimizers_train_aligned_parts_to_the_bit(world_size: int, then
 
 
 def refuse_what_does_not_fit(rank: Rank, kept: Path) -> None:
+    EAGER()
     model, optimizer = sharded(made.AdamW8bit)
     go(model, optimizer, range(1), own(rank.number, rank.world_size))
     zero3.save_checkpoint(kept / "blocks", model, optimizer)
@@ -244,6 +251,7 @@ def test_state_of_other_blocks_is_refused_by_name(tmp_path: Path) -> None:
     on_ranks(2, refuse_what_does_not_fit, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_page_has_the_rows_of_these_optimizers() -> None:
     page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text().splitlines()
     assert [row for row in optimizers.low_bit_rows() if row not in page] == []

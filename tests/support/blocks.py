@@ -102,11 +102,10 @@ def own(rank: int, world_size: int) -> Callable[[int], list[int]]:
 
 
 def go(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, seeds: Callable[[int], list[int]]) -> None:
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, for half a minute
-        for step in steps:
-            optimizer.zero_grad()
-            model(seeds(step)).backward()
-            optimizer.step()
+    for step in steps:
+        optimizer.zero_grad()
+        model(seeds(step)).backward()
+        optimizer.step()
 
 
 def assert_equal(model: nn.Module, plain: nn.Module, what: str) -> None:

@@ -244,6 +244,7 @@ def low_bit() -> dict[str, Make]:
 def same_bits(rank: Rank) -> dict[str, bool]:
     """Whether two steps of each give the bits of one process."""
     shapes, found = [(160, 128), (101, 96), (50,)], {}
+    torch.compiler.set_stance("force_eager")  # torchao compiles its step, for half a minute
     for name, make in low_bit().items():
         model = zero3.shard(Parts(shapes), layers=Block, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
         plain = Parts(shapes)

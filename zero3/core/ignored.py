@@ -30,6 +30,11 @@ class IgnoredGradient:
         self._new: Tensor | None = None  # that of backwards since
         self._factor: Tensor | None = None  # the argument of `scale`, applied at the commit
 
+    def follow(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """`new` has taken the place of `old`, which had no values yet."""
+        if self.parameter is old:
+            self.parameter = new
+
     def stage(self) -> None:
         if not self._staged:
             self._staged, self._earlier, self.parameter.grad = True, self.parameter.grad, None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
@@ -75,6 +75,11 @@ class LayerGradients:
 
     def leave_alone(self, ignored: Iterable[IgnoredGradient]) -> None:
         self.ignored = tuple(ignored)
+
+    def leave_alone_instead(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """A parameter that is left alone has got its values, in another object."""
+        for each in self.ignored:
+            each.follow(old, new)
 
     def add_chunk(self, chunk: Chunk) -> None:
         self.accounts[chunk] = self._new_account(chunk, self.among)
