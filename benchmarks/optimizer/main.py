@@ -29,7 +29,8 @@ from benchmarks.common.ranks import on_ranks
 from benchmarks.common.report import MEGABYTE, markdown, write
 from zero3.comm.communicator import Communicator
 from zero3.comm.factory import communicator_for
-from zero3.core.layout import ChunkLayout, deal
+from zero3.core.layout import ChunkLayout
+from zero3.optim import cuts
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -82,8 +83,8 @@ def shapes(size: Size) -> list[list[tuple[str, tuple[int, ...]]]]:
 def uneven(size: Size, world_size: int) -> list[ChunkLayout]:
     """The library's: cuts at the edges of parameters, owners balanced over the model."""
     named = shapes(size)
-    owners = iter(deal([torch.Size(shape).numel() for layer in named for _, shape in layer], world_size))
-    return [ChunkLayout.dealt(layer, [next(owners) for _ in layer], world_size) for layer in named]
+    owners = iter(cuts.deal([torch.Size(shape).numel() for layer in named for _, shape in layer], world_size))
+    return [cuts.dealt(layer, [next(owners) for _ in layer], world_size) for layer in named]
 
 
 def padded(size: Size, world_size: int) -> list[int]:
@@ -91,25 +92,27 @@ def padded(size: Size, world_size: int) -> list[int]:
     lengths = []
     for layer in shapes(size):
         numels = [torch.Size(shape).numel() for _, shape in layer]
-        owners = deal(numels, world_size)
+        owners = cuts.deal(numels, world_size)
         lengths.append(world_size * max(sum(n for n, owner in zip(numels, owners, strict=True) if owner == r) for r in range(world_size)))
     return lengths
 
 
 def travel(communicator: Communicator, lengths: list[int], bounds: list[tuple[int, ...] | None], kept: dict[str, Any]) -> None:
     """The transfers of one step: each layer is gathered twice (the last once) and its gradient reduced."""
-    for index, (length, cuts) in enumerate(zip(lengths, bounds, strict=True)):
+    for index, (length, cut_at) in enumerate(zip(lengths, bounds, strict=True)):
         full, gradient = kept[f"full {length}"], kept[f"gradient {length}"]
         rank, world_size = communicator.rank, communicator.world_size
-        place = slice(cuts[rank], cuts[rank + 1]) if cuts else slice(rank * (length // world_size), (rank + 1) * (length // world_size))
+        place = (
+            slice(cut_at[rank], cut_at[rank + 1]) if cut_at else slice(rank * (length // world_size), (rank + 1) * (length // world_size))
+        )
         for _ in range(1 if index == len(lengths) - 1 else 2):
-            communicator.all_gather(full, full[place], cuts).wait()
-        communicator.reduce_scatter(kept["landing"][: place.stop - place.start], gradient, cuts).wait()
+            communicator.all_gather(full, full[place], cut_at).wait()
+        communicator.reduce_scatter(kept["landing"][: place.stop - place.start], gradient, cut_at).wait()
 
 
 def around(numels: list[int], world_size: int, rank: int, slices: dict[int, Tensor], wholes: dict[int, Tensor]) -> None:
     """Even cuts stay: slices of gradients go to the owners before the step, of parameters back after it. (One message a parameter.)"""
-    owners = deal(numels, world_size)
+    owners = cuts.deal(numels, world_size)
     for _there in (True, False):
         works = []
         for number, (numel, owner) in enumerate(zip(numels, owners, strict=True)):
@@ -133,7 +136,7 @@ def ways_of_whole(size: Size, rank: int, world_size: int) -> dict[str, Callable[
     kept: dict[str, Any] = {"landing": torch.zeros(max(*even, *wide))}
     for length in {*even, *wide, *(layout.numel for layout in dealt)}:
         kept[f"full {length}"], kept[f"gradient {length}"] = torch.zeros(length), torch.zeros(length)
-    owners = deal(numels, world_size)
+    owners = cuts.deal(numels, world_size)
     slices = {number: torch.zeros(-(-numel // world_size)) for number, numel in enumerate(numels)}
     wholes = {number: torch.zeros(numel) for number, numel in enumerate(numels) if owners[number] == rank}
     nothing = [None] * len(even)

@@ -58,7 +58,7 @@ def check_each(rank: Rank) -> None:
     whole = zero3.param_groups(model, lambda name, info: {"whole": True})
     for make, _ in IN_BLOCKS.values():
         zero3.check_optimizer(model, make(whole))
-    for cut in (128, 256, 2048):
+    for cut in (128, 256):
         parts = zero3.param_groups(model, lambda name, info, cut=cut: {"align": cut})
         for make, align in IN_BLOCKS.values():
             if cut >= align or rank.world_size == 1:
@@ -74,11 +74,10 @@ def check_longer_blocks(rank: Rank) -> None:
     low_bit = importlib.import_module("torchao.optim")
     model = zero3.shard(Parts(LENGTHS), layers=Block)
     chunks = zero3.get_trainable_chunk(model)
-    for block in (384, 512, 1024):
+    for block in (512, 1024):
         optimizer = low_bit.AdamW8bit(chunks, block_size=block)
         optimizer.param_groups[0]["lr"].fill_(0)
-        needed = {384: '"whole": True', 512: '"align": 512', 1024: '"align": 1024'}[block]
-        with pytest.raises(ValueError, match=rf"does more than treat each element by itself.*{{{needed}}}\)"):
+        with pytest.raises(ValueError, match=rf"does more than treat each element by itself.*{{\"align\": {block}}}\)"):
             zero3.check_optimizer(model, optimizer)
     with pytest.raises(ValueError, match="has align=256, and holds parameters that were divided with align=0"):
         zero3.check_optimizer(model, made.AdamW8bit([{"params": chunks, "align": 256}]))
@@ -96,6 +95,7 @@ def check_longer_blocks(rank: Rank) -> None:
             save()
 
 
+@pytest.mark.slow
 def test_check_optimizer_sees_blocks_that_are_longer_than_align() -> None:
     on_ranks(2, check_longer_blocks)
 
@@ -143,6 +143,7 @@ def train_by_names(rank: Rank, ours: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_trainer_gives_8_bit_optimizers_aligned_parts() -> None:
     # own processes: bitsandbytes applies what the plain trainer tells it of one optimizer to all later ones, by places in groups
     expected = on_ranks(2, train_by_names, False, debug="OFF", fresh=True)[0]

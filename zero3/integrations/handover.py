@@ -62,7 +62,9 @@ class Handover:
         for number, optimizer in enumerate(self._optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 if (number, index) in used:
-                    group.update(fitting(optimizer, group, group["params"][0].device))
+                    device = group["params"][0].device
+                    device = torch.device("cpu") if device.type == "meta" else device
+                    group.update(fitting(optimizer, group, device))
                 group["params"] = [
                     parameter for parameter in group["params"] if is_chunk(parameter)
                 ]
