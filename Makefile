@@ -124,6 +124,6 @@ $(VENV)/.deepspeed: $(VENV)/.tests
 
 # Likewise: peft and transformers would import them, which takes seconds in each process.
 $(VENV)/.low-bit: $(VENV)/.examples
-	@echo "Installing bitsandbytes and torchao into $(VENV)/low-bit"
-	@$(PIP) --upgrade --target $(LOW_BIT) --no-deps bitsandbytes torchao
+	@echo "Installing bitsandbytes, torchao and other libraries of optimizers into $(VENV)/low-bit"
+	@$(PIP) --upgrade --target $(LOW_BIT) --no-deps bitsandbytes torchao schedulefree grokadamw torch-optimi
 	@touch $@

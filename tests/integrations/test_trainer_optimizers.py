@@ -32,15 +32,15 @@ def test_offload_gives_the_same_losses() -> None:
     on_ranks(2, same_losses_in_files)
 
 
-# Every name of transformers' `OptimizerNames`. Those of classes that other libraries bring are tried, as any class is.
+# Every name of transformers' `OptimizerNames`.
 TRIED = "adamw_torch adamw_torch_fused adafactor sgd adagrad rmsprop"
 LOW_BIT = "adamw_torch_4bit adamw_torch_8bit adamw_bnb_8bit adamw_8bit lion_8bit paged_adamw_8bit rmsprop_bnb_8bit"  # test_low_bit.py
 LOW_BIT += " lion_32bit paged_adamw_32bit paged_lion_32bit rmsprop_bnb rmsprop_bnb_32bit paged_lion_8bit"
 LOW_BIT += " ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit"
+LOW_BIT += " schedule_free_radam schedule_free_adamw schedule_free_sgd stable_adamw grokadamw"
 DIVIDE = "galore_adamw galore_adamw_8bit galore_adafactor galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise"
 DIVIDE += " lomo adalomo apollo_adamw apollo_adamw_layerwise"
-NOT_HERE = "grokadamw schedule_free_radam schedule_free_adamw schedule_free_sgd stable_adamw adamw_anyprecision"  # of libraries
-NOT_HERE += " adamw_torch_xla adamw_torch_npu_fused"  # of devices
+NOT_HERE = "adamw_anyprecision adamw_torch_xla adamw_torch_npu_fused"  # of a library that is no package, and of devices
 
 
 def test_every_name_of_transformers_is_told_of() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn, optim
 
 import zero3
+from tests.integrations.test_trainer_optimizers import LOW_BIT
 from tests.optim.test_optimizer_use import net
 from tests.support import optimizers
 from tests.support.blocks import Block, Parts, assert_equal, go, own, together
@@ -126,10 +127,7 @@ def test_check_optimizer_tells_8_bit_state_from_32_bit_state(world_size: int) ->
     on_ranks(world_size, check_each)
 
 
-NAMES = [
-    "adamw_8bit", "lion_8bit", "paged_adamw_8bit", "ademamix_8bit", "rmsprop_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit",
-    "lion_32bit", "paged_adamw_32bit", "ademamix", "rmsprop_bnb_32bit",
-]  # fmt: skip
+NAMES = [name for name in LOW_BIT.split() if name != "grokadamw"]
 
 
 def train_by_names(rank: Rank, ours: bool) -> dict[str, Any]:
@@ -150,6 +148,17 @@ def test_the_trainer_gives_8_bit_optimizers_aligned_parts() -> None:
     found = on_ranks(2, train_by_names, True)[0]
     for name in NAMES:
         assert len(expected[name]) == 3 and np.allclose(found[name], expected[name], rtol=3e-4), name
+
+
+def refuse_by_name(rank: Rank) -> None:
+    """It clips all gradients together, by the norm of those that a rank has."""
+    with launched(rank), pytest.raises(ValueError, match=r"optim='grokadamw': .*GrokAdamW .* does more than treat each"):
+        trainer_of(True, llama(), rank.scratch, optim="grokadamw").train()
+
+
+@pytest.mark.slow
+def test_the_trainer_refuses_what_is_exact_in_no_way() -> None:
+    on_ranks(2, refuse_by_name)
 
 
 # -- aligned parts: training, checkpoints and state dicts beside the library's optimizer in one process

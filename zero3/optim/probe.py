@@ -21,7 +21,7 @@ from ..comm.streams import random_state_kept
 
 __all__: list[str] = []
 
-STEPS = 4
+STEPS = 8
 # with long tensors: what quantises state may differ in few of their elements, and later
 STEPS_LONG = 12
 # of the largest change of any element; rounding gives 1e-6, and a norm of another tensor gives 1e-2
@@ -386,6 +386,8 @@ def _steps(
             loss += (slope * away).sum() / 2
         return loss
 
+    if callable(begin := getattr(optimizer, "train", None)):
+        begin()  # schedule-free ones step after this alone
     takes_closure = "closure" in inspect.signature(optimizer.step).parameters
     for number in range(problem.steps):
         closure()  # also for an optimizer that takes a closure and ignores it
