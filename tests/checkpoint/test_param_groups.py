@@ -108,7 +108,7 @@ def test_state_in_another_shape_goes_with_whole_parameters(tmp_path: Path) -> No
         return snapshot(model, optimizer)
 
     def load(model: Any, _: torch.optim.Optimizer, group: ThreadCommunicator) -> dict[str, Any]:
-        with pytest.raises(ValueError, match=r"rows of .* expected .*: other shapes go with whole and aligned parameters"):
+        with pytest.raises(ValueError, match=r"rows of .* expected .*: state of another shape needs a parameter that is whole or aligned"):
             zero3.load_checkpoint(tmp_path / "whole", model, Factored(zero3.get_trainable_chunk(model)))
         optimizer = Factored(zero3.param_groups(model, lambda name, info: {"whole": True}))
         zero3.load_checkpoint(tmp_path / "whole", model, optimizer)
