@@ -23,7 +23,7 @@ settings.register_profile("no_shrinking", settings.get_profile("zero3"), phases=
 settings.load_profile("zero3")
 
 
-MANY = 8  # cases of a test
+MANY, VERY_MANY = 4, 100  # cases of a test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,13 +42,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def mark_most_of_many(items: list[pytest.Item]) -> None:
-    """Of a test's many cases a third runs every time, and the others are slow: what breaks one mostly breaks several."""
+    """Of a test's many cases a third runs every time, of very many a sixth. The others are slow: what breaks one mostly breaks several."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in (item for item in items if item.get_closest_marker("slow") is None):
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for each in cases.values():
         if len(each) >= MANY:
-            for item in sorted(each, key=lambda item: crc32(item.nodeid.encode()))[-(-len(each) // 3) :]:
+            kept = -(-len(each) // (3 if len(each) < VERY_MANY else 6))
+            for item in sorted(each, key=lambda item: crc32(item.nodeid.encode()))[kept:]:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -38,7 +38,7 @@ def test_plan_as_json_is_the_plan(directory: str, capsys: pytest.CaptureFixture[
     assert {"largest_batch", "seconds", "advice", "policy"} <= set(told)
 
 
-@pytest.mark.parametrize("options", [[], ["--prefetch-depth", "0"]], ids=str)
+@pytest.mark.parametrize("options", [[], pytest.param(["--prefetch-depth", "0"], marks=pytest.mark.slow)], ids=str)
 def test_plan_that_does_not_fit_ends_with_1_and_the_command_that_does(
     directory: str, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
@@ -136,6 +136,7 @@ def test_a_picture_that_can_not_be_drawn_is_told_before_anything_is_computed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.svg"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [[], ["--json"]], ids=["table", "json"])
 def test_a_picture_that_fails_after_all_leaves_what_was_computed(
     directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: list[str]

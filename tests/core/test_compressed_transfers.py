@@ -244,6 +244,7 @@ def gradients(kind: Int8, steps: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_reproducible_and_has_no_bias() -> None:
     exact, nearest = run_exact(), gradients(Int8(), 1)[0]
     kind = Int8(stochastic=True, seed=3)

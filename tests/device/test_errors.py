@@ -156,6 +156,7 @@ def test_a_kernel_that_fails_late_is_told_as_such() -> None:
         simulated.recover()
 
 
+@pytest.mark.slow
 def test_a_lost_peer_ends_the_process_by_the_watchdog() -> None:
     command = [sys.executable, "-m", "tests.device.lost_peer"]
     run = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200)

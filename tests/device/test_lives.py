@@ -9,6 +9,7 @@ from hypothesis.errors import Flaky
 drawn = settings(max_examples=3, stateful_step_count=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["machines", "models"])
 def test_any_life_in_any_order(kind: str) -> None:
     from tests.device import lives

@@ -71,6 +71,7 @@ def test_the_table_gets_rows_and_names_of_failures_and_keeps_those_of_others() -
     assert "Failed" not in table(text, {NEWEST: [PASSES]}), "what passes now"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_and_old_results_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

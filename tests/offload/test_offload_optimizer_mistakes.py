@@ -64,6 +64,18 @@ def test_refuses_what_can_not_go_chunk_by_chunk(make: Make, says: str, tmp_path:
         optimizer.step()  # it works without
 
 
+def test_a_list_whose_last_member_is_refused_is_as_before(tmp_path: Path) -> None:
+    model = small(tmp_path)
+    groups = zero3.param_groups(model, lambda name, info: {"weight_decay": float(info.ndim > 1)})
+    optimizer = zero3.OptimizerList(torch.optim.AdamW(groups[:1], lr=0.1), OverAll(groups[1:]))
+    with pytest.raises(ValueError, match="OverAll computes something from all parameters at once"):
+        zero3.offload_optimizer(optimizer)
+    assert not any("step" in vars(member) for member in optimizer.members)
+    assert not list(tmp_path.rglob("*state*"))
+    backward(model)
+    optimizer.step()
+
+
 def test_refuses_what_is_no_optimizer_and_a_scheduler_before(tmp_path: Path) -> None:
     model = small(tmp_path)
     with pytest.raises(TypeError, match="found a list"):

@@ -120,14 +120,12 @@ def _gather(
         found[key] = torch.zeros(shape, dtype=dtype_named(dtype), device=contents.device)
         flat = found[key].view(-1)
         for held, span in parts:
-            own = optimizer.tensors(held.group, held.parameter)[key].detach().reshape(-1)
-            if length := optimizer.blocks(held.group).get(key):
-                blocks = span.in_blocks(length)
-                flat[blocks.start : blocks.stop] = own
-            elif key in named.elements:
-                flat[span.start : span.stop] = span.of(own)
-            elif not span.start:  # the same in each slice
-                flat.copy_(own)
+            value = optimizer.tensors(held.group, held.parameter)[key].detach()
+            own = held.cut(span, key, value, optimizer.blocks(held.group))
+            if own is not None:
+                flat[own.start : own.stop] = own.of(value.reshape(-1))
+            elif not span.start:
+                flat.copy_(value.reshape(-1))
         if flat.numel():
             contents.communicator.all_reduce(flat.view(torch.uint8))
     return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.plain_values import decode_scalar, dtype_named, kind_of, name_of
-from ..optim.low_bit import TABLE, fresh_state, tensors_of
+from ..optim.low_bit import fresh_state, tensors_of
 from ..optim.probe import builder, state_keys
 from ..optim.several import Together
 from ..optim.state_memory import empty_state
@@ -94,12 +94,11 @@ class Placing:
             if not isinstance(value, Tensor) or not value.dim():
                 numbers.add(key)
             else:
-                length = blocks.get(key)
-                full = shape if length is None else in_full(value, length, shape)
+                full = in_full(value, blocks[key], shape) if key in blocks else shape
                 kept[key] = name_of(value.dtype), full
-                start = None if length == TABLE else span.in_blocks(length or 1).start
-                flat = value if start is None else value.view(-1)
-                if flat.numel():
+                own = held.cut(span, key, value, blocks)
+                if value.numel():
+                    flat, start = (value, None) if own is None else (value.view(-1), own.start)
                     self.targets.append(Target(span.name, key, start, flat))
         device, scalars = held.parameter.device, named.scalars
         state |= {key: decode_scalar(value, device) for key, value in scalars.items()}

@@ -318,13 +318,12 @@ def _state_entries(optimizer: Together, held: list[Held]) -> list[ToWrite]:
         for key, value in optimizer.tensors(one.group, one.parameter).items():
             if not isinstance(value, Tensor):
                 continue
-            flat, filled = value.detach().reshape(-1), [span for span in one.spans if span.numel]
-            if length := blocks.get(key):
-                entries += [_part(f"state:{key}", span.in_blocks(length), flat) for span in filled]
-            elif key not in blocks and value.shape == one.parameter.shape:
-                entries += [_part(f"state:{key}", span, flat) for span in filled]
-            elif value.dim() and not one.filled[0].start:
-                entries += _whole({f"whole:{key}:{one.filled[0].name}": value})
+            flat = value.detach().reshape(-1)
+            for span in one.filled:
+                if (own := one.cut(span, key, value, blocks)) is not None:
+                    entries += [_part(f"state:{key}", own, flat)] if own.numel else []
+                elif value.dim() and not span.start:
+                    entries += _whole({f"whole:{key}:{span.name}": value})
     return entries
 
 

@@ -30,7 +30,7 @@ from ..comm.plain_values import (
 )
 from ..core.chunk import Chunk, Part
 from ..core.parameters import own_name
-from ..optim.check_optimizer import check_aligned
+from ..optim.check_optimizer import check_aligned, owned_by
 from ..optim.low_bit import TABLE, tensors_of
 from ..optim.several import Together
 from .contents import Contents, NamedSpan
@@ -134,6 +134,16 @@ class Held(NamedTuple):
         shape, filled = tuple(self.parameter.shape), self.filled
         return len(filled) == 1 and shape == contents.shape(filled[0].name)
 
+    def cut(
+        self, span: NamedSpan, key: str, value: Tensor, blocks: Mapping[str, int]
+    ) -> NamedSpan | None:
+        """What this rank has of a state tensor of one of its spans, in elements of the tensor that
+        the uncut parameter has; None: all of it, alone or as other ranks. `blocks`: by key.
+        """
+        if key in blocks:
+            return None if blocks[key] == TABLE else span.in_blocks(blocks[key])
+        return span if value.shape == self.parameter.shape else None
+
 
 def held_by(optimizer: Together, contents: Contents) -> list[Held]:
     """Returns the optimizer's parameters in their order, with the spans that each covers.
@@ -143,7 +153,7 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
         ValueError: A parameter is not of this model, or is not aligned as its group says.
     """
     known: dict[int, tuple[tuple[NamedSpan, ...], bool]] = {}
-    parts = {id(part.parameter): part for chunk in contents.chunks() for part in chunk.parts}
+    owned = owned_by(contents.states)
     for name, tensor in contents.others.items():
         known[id(tensor)] = ((NamedSpan(name, 0, tensor.numel(), 0),), contents.is_first)
     for chunk in contents.chunks():
@@ -152,8 +162,8 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
     held = []
     for group, options in enumerate(optimizer.param_groups):
         options_of(options, optimizer.labels[group])  # raises for values that could only be pickled
-        held_parts = [parts[id(p)] for p in options["params"] if id(p) in parts and p.numel()]
-        check_aligned(options, held_parts, optimizer.kinds[group])
+        own = [owned[id(p)] for p in options["params"] if id(p) in owned and p.numel()]
+        check_aligned(options, own, optimizer.kinds[group])
         for parameter in options["params"]:
             # a group that is empty on this rank holds an empty parameter
             if id(parameter) not in known and parameter.numel():

@@ -285,7 +285,6 @@ class Part(NamedTuple):
     start: int
     stop: int
     whole: bool = False  # whether it is one of the model's parameters, in its own shape
-    align: int = 0  # whether it is one of them, or a piece, cut at multiples of this; 0: no
 
     def of(self, flat: Tensor) -> Tensor:
         """The part's elements of `flat` `[S]`, in the part's shape."""

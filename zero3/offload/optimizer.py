@@ -14,7 +14,7 @@ import torch
 from ..comm.agreement import agreeing
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import check_process
-from ..optim.several import OptimizerList
+from ..optim.several import members_of
 from ..optim.state_memory import land_steps
 from ..policy import directory_of, shards_gradients
 from .in_backward import InBackward, check_unstepped
@@ -78,10 +78,23 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
         )
     if not isinstance(in_backward, bool):
         raise TypeError(f"in_backward must be True or False, found {in_backward!r}")
-    if isinstance(optimizer, OptimizerList):
-        for member in optimizer.members:
-            offload_optimizer(member, in_backward=in_backward)
-        return optimizer
+    members = members_of(optimizer)
+    led = [(member, _turns_of(member, in_backward)) for member in members]
+    for member, turns in led:
+        if turns is not None:
+            _lead(member, turns, in_backward)
+    return optimizer
+
+
+def _lead(optimizer: torch.optim.Optimizer, turns: Turns, in_backward: bool) -> None:
+    optimizer.step = _StepByTurns(optimizer, turns, in_backward)  # type: ignore[method-assign]
+    optimizer.register_load_state_dict_post_hook(turns.take_in)
+    turns.lead_loads(optimizer)
+    turns.take_in(optimizer)
+
+
+def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | None:
+    """Checks an optimizer and makes room for its state; None: its step stays as it is."""
     states = [state for state in layers_of(optimizer) if state.policy.offload is not None]
     directories = {
         directory for state in states if (directory := directory_of(state.policy)) is not None
@@ -91,7 +104,7 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
         or not (directories or in_backward)
         or isinstance(vars(optimizer).get("step"), _StepByTurns)
     ):
-        return optimizer
+        return None
     check_process(states)
     with agreeing(states[0].communicator, states[0].device, "offload_optimizer"):
         if "step" in vars(optimizer):
@@ -110,11 +123,7 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
         land_steps(states)  # of an optimizer before this one
         turns = Turns({directory: StateFiles(directory) for directory in directories})
         turns.reserve(optimizer)
-    optimizer.step = _StepByTurns(optimizer, turns, in_backward)  # type: ignore[method-assign]
-    optimizer.register_load_state_dict_post_hook(turns.take_in)
-    turns.lead_loads(optimizer)
-    turns.take_in(optimizer)
-    return optimizer
+    return turns
 
 
 class _StepByTurns:

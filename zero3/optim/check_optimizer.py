@@ -21,6 +21,7 @@ from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.released import ReleasedParameter
 from ..guards.first_step import label_of
+from .cuts import are_blocks
 from .param_groups import named_parameters
 from .pieces import Superseded
 from .probe import (
@@ -214,8 +215,9 @@ def _check_maths(
     ranks = min(2, first.communicator.shards)
     for group in optimizer.param_groups:
         build, align = builder(optimizer, group), group.get("align", 0)
-        parts = [found[id(p)].part for p in group["params"] if id(p) in found and p.numel()]
-        check_aligned(group, parts, type(optimizer).__name__)
+        owned = [found[id(p)] for p in group["params"] if id(p) in found and p.numel()]
+        check_aligned(group, owned, type(optimizer).__name__)
+        parts = [each.part for each in owned]
         ndims = sorted({part.parameter.ndim for part in parts if part.whole})
         try:
             if ndims and (reason := probe_whole(build, first.device, ranks, ndims)):
@@ -254,14 +256,20 @@ def _remedy(options: Mapping[str, Any]) -> str:
     return line if options else ""
 
 
-def check_aligned(group: Mapping[str, Any], parts: Iterable[Part], of: str) -> None:
-    """Raises ValueError if the group says `align` of parts that were not divided so."""
-    said = group.get("align", 0)
-    for part in parts:
-        if said and part.align != said:
+def check_aligned(group: Mapping[str, Any], owned: Iterable[Owned], of: str) -> None:
+    """Raises ValueError if the group says `align` of parts that are not cut so."""
+    align = group.get("align", 0)
+    for each in owned if align else ():
+        pieces = [piece for piece, _ in each.pieces()]
+        lengths = [piece.stop - piece.start for piece in pieces]
+        if lengths != [each.part.parameter.numel()] or not all(
+            are_blocks(piece.start, piece.stop, piece.slot.numel, align) for piece in pieces
+        ):
+            held = ", ".join(f"{piece.slot.name}[{piece.start}:{piece.stop}]" for piece in pieces)
             raise ValueError(
-                f"a group of the {of} has align={said}, and holds parameters that were divided "
-                f"with align={part.align}: make it from what zero3.param_groups returned last"
+                f"a group of the {of} has align={align}, and one of its parameters is not cut so: "
+                f"it holds {held or 'padding'} of layer {each.state.label}. Make the optimizer "
+                "from what zero3.param_groups returned last"
             )
 
 

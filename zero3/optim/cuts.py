@@ -49,6 +49,14 @@ class _Grain(NamedTuple):
         return 2 * self.shortest <= numel or not self.shortest
 
 
+def are_blocks(start: int, stop: int, numel: int, align: int) -> bool:
+    """Whether elements `[start, stop)` of a parameter of `numel` have the blocks that it has."""
+    step, shortest = _Grain.of(numel, align)
+    return (start, stop) == (0, numel) or (
+        stop - start >= shortest and not start % step and (stop == numel or not stop % step)
+    )
+
+
 def aligned(
     shapes: Iterable[tuple[str, tuple[int, ...], int]], world_size: int, loads: Sequence[int]
 ) -> ChunkLayout:

@@ -125,7 +125,7 @@ def _parts_of(
         parameter = nn.Parameter(
             flat[start:stop].view(shape), requires_grad=choice.group is not None
         )
-        parts.append(Part(parameter, start, stop, choice.whole, choice.align))
+        parts.append(Part(parameter, start, stop, choice.whole))
         if choice.group is not None:
             numbered.append((choice.group, parameter))
     return parts, numbered
