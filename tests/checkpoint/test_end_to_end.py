@@ -78,10 +78,10 @@ def test_from_load_pretrained_to_save_pretrained_by_way_of_checkpoints(lora: boo
 
     base, run = tmp_path / "base", tmp_path / "run"
     LLAMA.build().save_pretrained(base)
-    killed, other = try_on_ranks(2, travel, str(base), str(run), lora, KILLED, fresh=True, join_timeout=250)
+    killed, other = try_on_ranks(2, travel, str(base), str(run), lora, KILLED, fresh=True)
     assert killed.error == "killed" and other.error, killed.text  # the other one does not go on alone
     assert zero3.latest_checkpoint(run / "checkpoints") == run / "checkpoints" / "4"
-    logits = on_ranks(3, travel, str(base), str(run), lora, None, fresh=True, join_timeout=250)
+    logits = on_ranks(3, travel, str(base), str(run), lora, None, fresh=True)
 
     found = AutoModelForCausalLM.from_pretrained(base if lora else run / "final", dtype=torch.float64)
     if lora:

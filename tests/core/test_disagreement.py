@@ -153,7 +153,7 @@ def test_the_same_without_torchs_debug_mode_and_on_three_ranks(name: str) -> Non
 
 def without_asserts() -> None:
     """Run by `python -O`: prints every mistake that passes there."""
-    for found in on_ranks(2, refuse_all, join_timeout=250):
+    for found in on_ranks(2, refuse_all):
         for case, kind in found.items():
             if kind != MISTAKES[case[0]].kind:
                 print(case, kind)

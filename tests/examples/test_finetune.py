@@ -65,7 +65,7 @@ def run_all(rank: Rank, runs: list[list[str]]) -> None:
 def run_in_two_processes(output: Path, runs: dict[str, list[Any]]) -> dict[str, Outcome]:
     """Some runs in the same two processes, without the launcher, which takes longer to start than they take."""
     arguments = [[str(part) for part in [*SIZES, *given, "--output", output / name]] for name, given in runs.items()]
-    on_ranks(2, run_all, arguments, fresh=True, join_timeout=250)
+    on_ranks(2, run_all, arguments, fresh=True)
     return {name: Outcome(output / name, "") for name in runs}
 
 

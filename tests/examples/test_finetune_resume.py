@@ -56,14 +56,14 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     """Each way on two ranks: undisturbed, and killed in its eighth step and resumed. With the checkpoints as the kill left them."""
     directory = tmp_path_factory.mktemp("resumed")
     undisturbed = [arguments(directory / "whole" / way, *options) for way, options in WAYS.items()]
-    expected = on_ranks(2, run, undisturbed, None, fresh=True, join_timeout=250)[0]
+    expected = on_ranks(2, run, undisturbed, None, fresh=True)[0]
     checkpointing = {way: [*options, "--checkpoint-every", EVERY, "--resume"] for way, options in WAYS.items()}
     for way, options in checkpointing.items():
         first = arguments(directory / "cut" / way, *options)
-        assert try_on_ranks(2, run, [first], KILLED, fresh=True, join_timeout=250)[1].error == "killed"
+        assert try_on_ranks(2, run, [first], KILLED, fresh=True)[1].error == "killed"
     shutil.copytree(directory / "cut", directory / "left")
     again = [arguments(directory / "cut" / way, *options) for way, options in checkpointing.items()]
-    found = on_ranks(2, run, again, None, fresh=True, join_timeout=250)[0]
+    found = on_ranks(2, run, again, None, fresh=True)[0]
     return directory / "left", dict(zip(WAYS, expected, strict=True)), dict(zip(WAYS, found, strict=True))
 
 

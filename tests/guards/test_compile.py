@@ -67,7 +67,7 @@ def compiled(rank: Rank, backend: str, param_dtype: torch.dtype | None) -> tuple
 @pytest.mark.slow
 @compilers
 def test_compile_blocks_of_a_sharded_model(backend: str) -> None:
-    results = on_ranks(2, compiled, backend, None, group_timeout=200, join_timeout=250)
+    results = on_ranks(2, compiled, backend, None, group_timeout=200)
     plain = stack()
     union = trained(plain, plain.parameters(), range(2))
     for _, values, graphs in results:
@@ -81,9 +81,7 @@ def test_compile_blocks_of_a_sharded_model(backend: str) -> None:
 @pytest.mark.slow
 def test_compile_in_mixed_precision() -> None:
     """Against the same casts without compilation."""
-    one, other = (
-        on_ranks(2, compiled, backend, torch.float32, group_timeout=200, join_timeout=250)[0] for backend in ("aot_eager", "eager")
-    )
+    one, other = (on_ranks(2, compiled, backend, torch.float32, group_timeout=200)[0] for backend in ("aot_eager", "eager"))
     assert one[2] == 1
     assert one[0] == pytest.approx(other[0], abs=1e-6)
 

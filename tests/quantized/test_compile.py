@@ -44,6 +44,6 @@ def compiled(rank: Rank, backend: str, when: str) -> tuple[list[float], int]:
 @pytest.mark.parametrize(("backend", "when"), [("aot_eager", "before"), ("eager", "after"), ("aot_eager", "whole")])
 def test_compile_blocks_with_quantized_weights(backend: str, when: str) -> None:
     expected = plain_losses(seeded(Blocks, NF4(), is_base))
-    for losses, graphs in on_ranks(2, compiled, backend, when, group_timeout=200, join_timeout=250):
+    for losses, graphs in on_ranks(2, compiled, backend, when, group_timeout=200):
         assert losses == pytest.approx(expected, rel=1e-12)
         assert 0 < graphs < 10, "the same graphs for all layers and steps"

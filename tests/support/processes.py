@@ -112,7 +112,7 @@ def try_on_ranks(
     *arguments: Any,
     fresh: bool = False,
     group_timeout: float = 60.0,
-    join_timeout: float = 100.0,
+    join_timeout: float = 250.0,
     debug: str = "DETAIL",
     process_group: bool = True,
 ) -> list[Outcome]:
