@@ -71,6 +71,46 @@ def test_modules_has_each_block_once_under_its_own_name(together: bool) -> None:
     assert model.get_submodule("blocks.1.up") is model.blocks[1].module.up
 
 
+class Listing(nn.Module):
+    """Multiplies by each of its parameters in turn, as code does that takes them by number."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.bias = None
+        sizes = [3, 0, 1, 3, 0] if what == "empty" else [3] * 5
+        for number, size in enumerate(sizes):
+            odd = number % 2 == 1
+            dtype = torch.float32 if odd and what == "of two dtypes" else torch.float64
+            trains = not (odd and what == "frozen")
+            self.register_parameter(f"p{number}", nn.Parameter(torch.full((size,), 1.0 + number, dtype=dtype), requires_grad=trains))
+        if what == "tied":
+            self.inner = nn.Linear(3, 1, dtype=torch.float64)
+            nn.init.ones_(self.inner.weight)
+            self.inner.bias = self.p3
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.order = [name for name, _ in self.named_parameters(remove_duplicate=False)]
+        for number, parameter in enumerate(self.parameters()):
+            x = x * (number + parameter.sum())
+        return x
+
+
+@pytest.mark.parametrize("what", ["frozen", "of two dtypes", "empty", "ignored", "tied"])
+def test_parameters_of_a_layer_that_computes_come_in_the_models_order(what: str) -> None:
+    plain, model = nn.Sequential(Listing(what)), nn.Sequential(Listing(what))
+    ignored = (lambda name, info: name.endswith("p1")) if what == "ignored" else None
+    zero3.shard(model, Listing, policy=zero3.ShardingPolicy(ignored=ignored))
+    x = torch.ones(2, dtype=torch.float64)
+    expected = plain(x)
+    for options in (None, {}, {"whole": True}):
+        if options is not None:
+            zero3.param_groups(model, lambda name, info, options=options: options)
+        assert torch.allclose(model(x), expected)
+        assert model[0].module.order == plain[0].order
+        with zero3.full_params(model):
+            assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_get_trainable_chunk_has_the_order_of_named_parameters(tied: bool, grouped: bool) -> None:

@@ -126,6 +126,38 @@ def test_another_class_that_keeps_the_same_is_taken_and_said(tmp_path: Path, cap
     ]
 
 
+class Stacked(torch.optim.Optimizer):
+    """Keeps several moments of a parameter in one tensor, or one."""
+
+    def __init__(self, params: Any, moments: int) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.moments = moments
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None):
+            shape = (self.moments, *parameter.shape) if self.moments > 1 else parameter.shape
+            moment = self.state[parameter].setdefault("moment", torch.zeros(shape, dtype=parameter.dtype))
+            moment += parameter.grad
+            parameter -= 0.1 * (moment.sum(0) if self.moments > 1 else moment)
+
+
+@ways
+@pytest.mark.parametrize("moments", [1, 2])
+def test_state_of_the_same_names_with_another_shape_is_refused(moments: int, way: str, tmp_path: Path) -> None:
+    def body(model: Any, _: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        parts = zero3.param_groups(model, lambda name, info: {"whole": True})
+        optimizer = Stacked(parts, moments)
+        train(model, optimizer, range(1))
+        zero3.save_checkpoint(tmp_path, model, optimizer)
+        full = zero3.full_optimizer_state_dict(model, optimizer)
+        load(way, tmp_path, full, model, Stacked(parts, moments))
+        with pytest.raises(ValueError, match=r"nothing was loaded\. .*moment is floating.*, expected floating"):
+            load(way, tmp_path, full, model, Stacked(parts, 3 - moments))
+
+    on_ranks(2, body)
+
+
 class Lookahead(torch.optim.Optimizer):
     """Keeps one tensor from its first step on, and another from its sixth; with `shy`, it can't be made but by who knows how."""
 

@@ -197,6 +197,31 @@ def test_fp16_scales_losses_over_fp32_masters_and_skips_steps_together() -> None
     assert np.allclose(found, expected[: len(found)], rtol=5e-3) and found != expected[: len(found)]
 
 
+class Unmakeable(torch.optim.SGD):
+    def __init__(self, parameters: Any, secret: object) -> None:
+        super().__init__(parameters, lr=0.1)
+
+
+def over_a_part(rank: Rank, ours: bool) -> list[float]:
+    """The optimizer has a part of what requires gradients; the norm is of all."""
+    with launched(rank):
+        accelerator, model = accelerator_of(ours), llama()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.model.layers.parameters(), lr=1e-2))
+        found = []
+        for step in range(3):
+            loss = model(**collate(rows(2, seed=step, length=8))).loss
+            accelerator.backward(loss)
+            found += [loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 1.0))]
+            optimizer.step()
+            model.zero_grad()
+        return found
+
+
+def test_gradients_of_what_no_optimizer_has_count_in_norms() -> None:
+    expected = on_ranks(2, over_a_part, False, debug="OFF")[0]
+    assert np.allclose(on_ranks(2, over_a_part, True)[0], expected, rtol=1e-4)
+
+
 # -- refusals
 
 
@@ -214,6 +239,8 @@ def refused(rank: Rank) -> None:
         stepped.step()
         with pytest.raises(ValueError, match="has made steps already"):
             accelerator.prepare(model, stepped)
+        with pytest.raises(ValueError, match=r"the Unmakeable can't be tried out .*zero3\.get_trainable_chunk\(model\)"):
+            accelerator.prepare(model, Unmakeable(model.parameters(), object()))
         assert not zero3.is_sharded(model)
         with pytest.raises(ValueError, match=r"LBFGS .* does more than treat each element by itself"):
             accelerator.prepare(other := llama(), torch.optim.LBFGS(other.parameters()))

@@ -22,6 +22,7 @@ from tests.support.trainers import MODELS, gpt2, launched, llama, logged, traine
 pytestmark = pytest.mark.slow
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+MASTERS = "Llama in bf16, over masters in fp32"
 Logs = list[tuple[float, ...]]
 
 
@@ -29,7 +30,10 @@ def run(rank: Rank, name: str, directory: str, resume: Any = None, **options: An
     """The same examples in each step, whatever the number of ranks."""
     torch.manual_seed(rank.number)
     options = {**SAVING, "per_device_train_batch_size": 4 // rank.world_size, **options}
-    trainer = trainer_of(True, MODELS[name](), directory, **options)
+    model = llama().to(torch.bfloat16) if name == MASTERS else MODELS[name]()
+    if name == MASTERS:
+        options["policy"] = zero3.ShardingPolicy(master_dtype=torch.float32)
+    trainer = trainer_of(True, model, directory, **options)
     trainer.train(resume_from_checkpoint=resume)
     return logged(trainer, "loss", "grad_norm")
 
@@ -48,6 +52,14 @@ def test_a_checkpoint_is_resumed_on_other_numbers_of_ranks(name: str, tmp_path: 
     (more,) = on_ranks(2, several, name, [(str(tmp_path / "c"), str(one / "checkpoint-3"))])[0]
     for found in (alone, fewer, more):
         assert np.allclose(found, straight, rtol=1e-4, atol=0)
+
+
+def test_masters_come_back_to_the_bit_and_models_stay_in_their_own_dtype(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    straight, again = on_ranks(2, several, MASTERS, [(str(first), None), (str(tmp_path / "again"), str(first / "checkpoint-3"))])[0]
+    assert len(straight) == 6 and again == straight
+    with safe_open(first / "checkpoint-6" / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in llama().state_dict()} == {torch.bfloat16}
 
 
 def with_dropout(rank: Rank, directory: str) -> tuple[Logs, Logs]:

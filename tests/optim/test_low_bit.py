@@ -52,13 +52,16 @@ def check_each(rank: Rank) -> None:
     warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
     model = zero3.shard(net())
     for make in EXACT.values():
-        zero3.check_optimizer(model, make(zero3.get_trainable_chunk(model)), strict=False)
+        zero3.check_optimizer(model, make(zero3.get_trainable_chunk(model)))
     for make, align in IN_BLOCKS.values():
         with pytest.raises(ValueError, match=rf"does more than treat each element by itself.*{{\"align\": {align}}}\)"):
             zero3.check_optimizer(model, make(zero3.get_trainable_chunk(model)))
     whole = zero3.param_groups(model, lambda name, info: {"whole": True})
     for make, _ in IN_BLOCKS.values():
         zero3.check_optimizer(model, make(whole))
+    for kind in (made.LARS, made.LARS8bit):
+        with pytest.raises(ValueError, match=r"does more than treat each element by itself.*{\"whole\": True}\)"):
+            zero3.check_optimizer(model, kind(zero3.param_groups(model, lambda name, info: {}), lr=0.1, momentum=0.9))
     for cut in (128, 256):
         parts = zero3.param_groups(model, lambda name, info, cut=cut: {"align": cut})
         for make, align in IN_BLOCKS.values():

@@ -201,6 +201,8 @@ def test_scaled_losses_and_a_guard_go_through_a_list() -> None:
 
 def test_optimizerlist_refuses_what_can_be_no_list() -> None:
     parameter = nn.Parameter(torch.ones(WIDTH))
+    held = zero3.OptimizerList(torch.optim.SGD([parameter], lr=0.1, momentum=0.9)).state
+    assert parameter not in held and nn.Parameter(torch.ones(1)) not in held and not len(held)
     with pytest.raises(ValueError, match="needs one optimizer at least"):
         zero3.OptimizerList()
     with pytest.raises(ValueError, match="hold the same parameter"):

@@ -82,9 +82,12 @@ def full_optimizer_state_dict(
     if aligned := _aligned(together, own):
         with agreeing(contents.communicator, contents.device, caller):
             for name in aligned.keys() & state.keys():
-                options, like = together.param_groups[aligned[name]], contents.shape(name)
-                made = partial(fresh_state, together.owners[aligned[name]], options)
-                state[name] = joined(state[name], partial(made, torch.empty(like)))
+                group = aligned[name]
+                like = torch.empty(contents.shape(name), dtype=contents.dtype(name))
+                made = partial(
+                    fresh_state, together.owners[group], together.param_groups[group], like
+                )
+                state[name] = joined(state[name], made)
     if not keeps:
         return {}
     groups = [{**_decoded(options), "params": names} for options, names in own.groups]

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.plain_values import decode_scalar, dtype_named, kind_of, name_of
+from ..comm.plain_values import decode_scalar, dtype_named, name_of
 from ..optim.low_bit import fresh_state, tensors_of
-from ..optim.probe import builder, state_keys
+from ..optim.probe import builder, kind_in_state, state_keys
 from ..optim.several import Together
 from ..optim.state_memory import empty_state
 from .contents import Contents, listed
@@ -280,7 +280,8 @@ class _KeptKeys:
         keys = set(saved.keys)
         allowed = self._kept(held, name, None)
         if own := self._optimizer.state.get(held.parameter):
-            allowed = [*allowed, {key: _kind(value) for key, value in own.items()}]
+            ndim = held.parameter.ndim
+            allowed = [*allowed, {key: kind_in_state(value, ndim) for key, value in own.items()}]
         if not allowed:
             return None  # it fails on small tensors and has no state yet, so its keys are unknown
         here, there = self._optimizer.kinds[held.group], self._kinds.get(name)
@@ -296,8 +297,10 @@ class _KeptKeys:
                 f"{by} has {_listed(keys)}. Make the optimizer of the class and with the options "
                 "that it had when it was saved, or load without an optimizer"
             )
-        for key, (dtype, _) in saved.tensors(()).items():
-            kind = kind_of(dtype_named(dtype))
+        shape = self._contents.shape(name)
+        for key, (dtype, of) in saved.tensors(shape).items():
+            like = torch.empty(of, dtype=dtype_named(dtype), device="meta")
+            kind = kind_in_state(like, len(shape))
             kinds = {kept[key] for kept in fitting if key in kept} - {"number"}
             if kinds and kind not in kinds:
                 return f"{key} is {kind} ({dtype}), expected {' or '.join(sorted(kinds))}"
@@ -326,10 +329,6 @@ class _KeptKeys:
             return ((),) if not shape else _FLAT
         shapes = _SMALL[: len(shape)], _LARGE[: len(shape)]
         return (*shapes, shape) if 0 < torch.Size(shape).numel() <= _ACTUAL else shapes
-
-
-def _kind(value: Any) -> str:
-    return kind_of(value.dtype) if isinstance(value, Tensor) else "number"
 
 
 def _listed(keys: Iterable[str]) -> str:

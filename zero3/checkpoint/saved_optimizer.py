@@ -226,8 +226,8 @@ def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
         else:
             raise TypeError(
                 f"{what} is a tensor {tuple(value.shape)} for flat slices {own} of parameters: it "
-                "belongs to none of them. Give the optimizer whole parameters (param_groups with "
-                "whole=True)."
+                "belongs to none of them. zero3.check_optimizer(model, optimizer) says what the "
+                "optimizer needs: aligned or whole parameters (param_groups with align or whole)"
             )
     return found
 

@@ -24,7 +24,13 @@ from .flat import not_a_number
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
 from .layer_gradients import LayerGradients
-from .parameters import ShardedParameter, remember_order, restore_order, show_all
+from .parameters import (
+    ShardedParameter,
+    remember_order,
+    restore_order,
+    show_all,
+    shown_out_of_order,
+)
 from .released import ReleasedParameter
 from .sites import ParameterSites
 
@@ -103,6 +109,7 @@ class LayerState:
         self.call = behaviour.call
         self.chunks: list[Chunk] = []
         self.parameters: list[ShardedParameter] = []
+        self._out_of_order: list[nn.Module] = []
         self.gradients = new_gradients(self.subject)
         self.conductor = behaviour.conductor
         self.presence = Presence.RELEASED
@@ -146,6 +153,7 @@ class LayerState:
                 old.__class__ = ReleasedParameter  # whoever kept it, such as an optimizer, is told
             self.parameters.append(ShardedParameter(sites, chunk, index, stand_in))
             self.gradients.hook(self.parameters[-1])
+        self._out_of_order = shown_out_of_order(self.parameters)
         self._hide()
         self._invalidate_saved()
 
@@ -262,6 +270,8 @@ class LayerState:
                 if chunk.trains != chunk.shard.requires_grad:
                     self._follow_requires_grad(chunk)
             show_all(self.parameters, self.versions)
+            for module in self._out_of_order:
+                restore_order(module)
         for chunk in self.chunks:
             # [S2] older graphs hold old values: with a new version, torch's own check raises for
             # them
@@ -439,7 +449,6 @@ class LayerState:
         self.pins += 1
         if self.pins == 1:
             self.unlist_chunks()
-            restore_order([sharded.sites for sharded in self.parameters])
 
     def unpin(self) -> None:
         self.pins -= 1
@@ -522,6 +531,7 @@ class LayerState:
         self.parameters = sorted(
             moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index)
         )
+        self._out_of_order = shown_out_of_order(self.parameters)
         self.chunks = chunks
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
         self.gradients.replace_chunks(chunks, self.parameters)

@@ -144,26 +144,34 @@ def find_parameters(
 
 
 def remember_order(parameters: Iterable[ParameterSites]) -> None:
-    """Stores the order of each module's parameters, before any of them is hidden. Chunks may show
-    them again in another order.
-    """
+    """Stores the order of each module's parameters, before any of them is hidden."""
     for module in {module for sites in parameters for module, _ in sites.places}:
         module.__dict__.setdefault(_ORDER, tuple(module._parameters))
 
 
-def restore_order(parameters: Iterable[ParameterSites]) -> None:
-    """Puts shown parameters into the order that they had before wrapping, because a state dict has
-    this order.
+def shown_out_of_order(parameters: Sequence[ShardedParameter]) -> list[nn.Module]:
+    """The modules that would list their parameters in another order than before wrapping, if these
+    were shown one after another: they come chunk by chunk, behind those that are ignored.
     """
-    for module in {module for sites in parameters for module, _ in sites.places}:
-        ordered = {
-            name: parameter
-            for name, parameter in parameters_of(module)
-            if name in module._parameters
-        }
-        if list(ordered) != list(module._parameters):
-            module._parameters.clear()
-            module._parameters.update(ordered)
+    shown: dict[nn.Module, list[str]] = {}
+    for module, name in (place for each in parameters for place in each.sites.places):
+        shown.setdefault(module, []).append(name)
+    found = []
+    for module, names in shown.items():
+        others = [n for n, p in module._parameters.items() if p is not None and n not in names]
+        order = vars(module)[_ORDER]
+        now = [name for name in (*others, *names) if name in order]
+        if now != [name for name in order if name in now]:
+            found.append(module)
+    return found
+
+
+def restore_order(module: nn.Module) -> None:
+    """Puts a module's shown parameters into the order that they had before wrapping."""
+    listed = module._parameters
+    ordered = {name: each for name, each in parameters_of(module) if name in listed}
+    listed.clear()
+    listed.update(ordered)
 
 
 def enter_model(layer: nn.Module) -> None:

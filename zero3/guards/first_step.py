@@ -42,13 +42,13 @@ def _looking() -> Callable[[Optimizer, Any, Any], None]:
         found = map(state_of, held.values())
         states = list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
         if states and is_first(states[0].communicator):
-            for text in (*_empty_groups(optimizer, states), *_low_masters(optimizer, states, held)):
+            for text in (*empty_groups(optimizer, states), *_low_masters(optimizer, states, held)):
                 _log.warning("%s", text)
 
     return look
 
 
-def _empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str]:
+def empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str]:
     """Of groups chosen by names or shapes among chunks, which hold parameters of all shapes."""
     trained = [
         (state, sharded) for state in states for sharded in state.parameters if sharded.chunk.trains

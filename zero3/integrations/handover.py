@@ -16,7 +16,7 @@ from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of
 from ..optim.probe import fitting
 from ..optim.several import held_by, members_of
-from .own_settings import settings_of, tell_parts
+from .own_settings import forget_places, settings_of, tell_parts
 
 __all__: list[str] = []
 
@@ -34,8 +34,8 @@ class Handover:
     first on which its optimizer is exact.
 
     Raises:
-        ValueError: An optimizer holds parameters that are neither of these models nor chunks, or
-            has made steps already.
+        ValueError: An optimizer holds parameters that are neither of these models nor chunks, has
+            made steps already, or can't be tried on small tensors.
     """
 
     def __init__(
@@ -52,19 +52,18 @@ class Handover:
                         places[id(parameter)] = number, index
             _check(optimizer, known)
         self._settings = [settings_of(optimizer) for optimizer in self._optimizers]
+        used = set(places.values())
+        self._cuts = {place: _cut(self._optimizers[place[0]], place[1]) for place in used}
         self._places = [
             {name: places.get(id(parameter)) for name, parameter in _trainable(model)}
             for model in models
         ]
 
     def finish(self) -> None:
-        used = {place for places in self._places for place in places.values()}
         for number, optimizer in enumerate(self._optimizers):
+            forget_places(optimizer)
             for index, group in enumerate(optimizer.param_groups):
-                if (number, index) in used:
-                    device = group["params"][0].device
-                    device = torch.device("cpu") if device.type == "meta" else device
-                    group.update(fitting(optimizer, group, device))
+                group.update(self._cuts.get((number, index), {}))
                 group["params"] = [
                     parameter for parameter in group["params"] if is_chunk(parameter)
                 ]
@@ -78,22 +77,38 @@ class Handover:
     def _divided(
         self, model: nn.Module, places: Mapping[str, _Place | None]
     ) -> Iterator[tuple[_Place, list[nn.Parameter]]]:
-        """What each group of `places` gets: chunks, or parts as its optimizer needs them."""
+        """What each group of `places` gets: chunks, or parts as its optimizer needs them. What is
+        in no group has gradients all the same, which count in norms.
+        """
         found = set(places.values())
-        cut: dict[_Place, dict[str, Any]] = {}
-        for number, index in filter(None, found):
-            group = self._optimizers[number].param_groups[index]
-            cut[number, index] = {key: group[key] for key in ("whole", "align") if key in group}
-        if len(cut) == len(found) == 1 and not any(cut.values()):
-            yield from ((place, get_trainable_chunk(model)) for place in cut)
-        elif cut:
+        cuts = {place: self._cuts[place] for place in found if place is not None}
+        if len(cuts) == len(found) == 1 and not any(cuts.values()):
+            yield from ((place, get_trainable_chunk(model)) for place in cuts)
+        elif cuts:
+            cut_as = {places[name]: cuts.get(place, {}) for name, place in places.items() if place}
             groups = param_groups(
-                model,
-                lambda name, info: (
-                    {"place": place, **cut[place]} if (place := places[name]) is not None else None
-                ),
+                model, lambda name, info: {"place": places[name], **cut_as.get(places[name], {})}
             )
-            yield from ((group["place"], group["params"]) for group in groups)
+            yield from (
+                (place, group["params"])
+                for group in groups
+                if (place := group["place"]) is not None
+            )
+
+
+def _cut(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
+    """How the parameters of a group are divided."""
+    group = optimizer.param_groups[index]
+    device = group["params"][0].device
+    found = fitting(optimizer, group, torch.device("cpu") if device.type == "meta" else device)
+    if found is None:
+        raise ValueError(
+            f"the {type(optimizer).__name__} can't be tried out on small tensors, so nobody knows "
+            "what it needs of parameters. Shard the model first (zero3.shard), and make it from "
+            "zero3.get_trainable_chunk(model) if it treats each element by itself, or else from "
+            'zero3.param_groups(model, lambda name, info: {"whole": True})'
+        )
+    return found
 
 
 def is_chunk(parameter: torch.Tensor) -> bool:

@@ -1,5 +1,5 @@
-"""What bitsandbytes was told of single parameters. It knows them by their ids, and the optimizer of
-a sharded model holds parts.
+"""What bitsandbytes was told of single parameters. It knows them by their ids, or by their places
+in groups, and the optimizer of a sharded model holds parts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,23 @@ Settings = dict[int, dict[str, Any]]  # by the id of a parameter of the unsharde
 def settings_of(optimizer: Any) -> Settings:
     """Returns what the optimizer's library was told, by `override_config` or by its own layers."""
     manager = getattr(optimizer, "mng", None)
-    found = dict(getattr(manager, "pid2config", {}))
+    by_place = getattr(manager, "index2config", {})
+    found = {
+        id(parameter): by_place[number, place]
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if (number, place) in by_place
+    } | dict(getattr(manager, "pid2config", {}))
     for module, name, config in getattr(manager, "module_weight_config_triple", ()):
         found[id(getattr(module, name))] = config
     return found
+
+
+def forget_places(optimizer: Any) -> None:
+    """Other parameters are in its groups' places now."""
+    by_place = getattr(getattr(optimizer, "mng", None), "index2config", {})
+    for place in [place for place in by_place if place[0] < len(optimizer.param_groups)]:
+        del by_place[place]
 
 
 def tell_parts(optimizer: Any, model: nn.Module, settings: Mapping[int, dict[str, Any]]) -> None:

@@ -1,9 +1,11 @@
 """What is in a Trainer's checkpoint-N, and whether it is whole.
 
-checkpoint-N/ model.safetensors, config.json, ...   the weights, once, as `save_pretrained` writes
-  them; of a peft model its adapters zero3/                                `save_checkpoint`: the
-  optimizer's state, the schedule, and hashes of these files;
-                                        of a peft model also what it trains
+checkpoint-N/
+  model.safetensors, config.json, ...   the weights, once, as `save_pretrained` writes them; of a
+                                        peft model its adapters
+  zero3/                                `save_checkpoint`: the optimizer's state, the schedule, and
+                                        hashes of these files; of a peft model, and of one with
+                                        masters (`master_dtype`), also what it trains
   trainer_state.json, rng_state_0.pth   the Trainer's own; its state comes last
 """
 
@@ -39,27 +41,44 @@ def is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def _has_masters(model: nn.Module) -> bool:
+    """Whether what trains is kept in another dtype than the files of `save_pretrained` have."""
+    chunks = (chunk for state in states_of(model) for chunk in state.chunks)
+    return any(c.shard.requires_grad and c.own_dtype != c.shard.dtype for c in chunks)
+
+
 def save(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any
 ) -> None:
     """Adds `zero3/` to a checkpoint whose weights are written. Every rank calls it."""
     first = states_of(model)[0]
+    trained = is_peft(model) or _has_masters(model)
     extra = {
         "schedule": schedule.state_dict() if schedule is not None else None,
         "ranks": first.communicator.world_size,
+        "holds_what_trains": trained,
     }
     extra["weights"] = _hashes(checkpoint, first.communicator, first.device)
     save_checkpoint(
-        checkpoint / _OURS, model, optimizer, extra=extra, weights=is_peft(model), frozen=False
+        checkpoint / _OURS, model, optimizer, extra=extra, weights=trained, frozen=False
     )
 
 
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
     """The weights of a checkpoint; of a peft model what it trains."""
-    if is_peft(model) and (checkpoint / _OURS).is_dir():
-        load_checkpoint(checkpoint / _OURS, model)
-    else:  # of a peft model the adapters, saved with save_only_model
+    ours = checkpoint / _OURS
+    holds = ours.is_dir() and _extra(manifest.read(ours))["holds_what_trains"]
+    if not (holds and is_peft(model)):  # of a peft model adapters, saved with save_only_model
         load_pretrained(model, checkpoint)
+    if holds:
+        load_checkpoint(ours, model)
+
+
+def _extra(ours: Manifest) -> dict[str, Any]:
+    """What `save` has noted. It holds no tensors but the schedule's."""
+    with manifest.reading(ours):
+        extra: dict[str, Any] = decode(ours.content["extra"], lambda number: torch.empty(0))
+        return extra
 
 
 def load_rest(
@@ -105,8 +124,8 @@ def _check(checkpoint: Path, communicator: Communicator) -> None:
             f"{checkpoint / STATE} is missing or corrupt, so the checkpoint was cut off: {error}"
         ) from None
     ours = manifest.read(checkpoint / _OURS)
+    extra = _extra(ours)
     with manifest.reading(ours):
-        extra = decode(ours.content["extra"], lambda number: torch.empty(0))
         files = {
             name: Written(nbytes, blocks) for name, (nbytes, blocks) in extra["weights"].items()
         }

@@ -64,7 +64,7 @@ def make_optimizer(
         made = kind()(models[0], **options)
         return OptimizerList(*made) if isinstance(made, list | tuple) else made
     sample = _tried(kind, options, models[0])
-    cut = {} if sample is None else fitting(sample, sample.param_groups[0], device)
+    cut = {} if sample is None else fitting(sample, sample.param_groups[0], device) or {}
 
     def choose(name: str, info: ParamInfo) -> dict[str, Any]:
         return {"weight_decay": float(name in decays), **cut}

@@ -20,7 +20,7 @@ from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.released import ReleasedParameter
-from ..guards.first_step import label_of
+from ..guards.first_step import empty_groups, label_of
 from .cuts import are_blocks
 from .param_groups import named_parameters
 from .pieces import Superseded
@@ -139,6 +139,8 @@ def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) 
     """Warns at a save, because the training so far is worth saving all the same. It makes no
     collective.
     """
+    for text in empty_groups(optimizer, states):
+        warnings.warn(text, stacklevel=4)
     try:
         _check_maths(states[0], owned_by(states), optimizer, strict=False)
     except ValueError as problem:
@@ -237,7 +239,7 @@ def _check_maths(
                     raise ValueError(
                         f"{_named(optimizer, group)} does more than treat each element by itself, "
                         f"but has {slices} of parameters: {reason}"
-                        f"{_remedy(fitting(optimizer, group, device))}"
+                        f"{_remedy(fitting(optimizer, group, device) or {})}"
                     )
         except CannotProbe as cause:
             if strict:

@@ -36,6 +36,8 @@ _LONGEST = 1 << 20  # a larger number among an optimizer's settings is no length
 _OF_ALL = ("state", "param_groups", "defaults")
 # keys of groups that are no arguments, of ours and of torch's schedules
 _NOT_ARGUMENTS = ("whole", "align", "initial_lr", "param_names")
+# arguments that optimizers (bitsandbytes' SGD and LARS) keep inside of an option of groups
+_KEPT_IN = {"momentum": ("betas", 0), "dampening": ("betas", 1)}
 # ranks may be threads, and torch's generators and its compiler are the process's
 _ONE_AT_A_TIME = RLock()
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -152,9 +154,9 @@ def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[
 
 def fitting(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Returns the options of `param_groups` under which an optimizer is exact on several ranks: the
-    smallest `align` of a few, or `whole`. An empty dict: flat chunks are, or nothing is, or it
+    smallest `align` of a few, or `whole`. An empty dict: flat chunks are, or nothing is. None: it
     can't be tried.
     """
     build, least = builder(optimizer, group), longest(optimizer, group)
@@ -170,7 +172,7 @@ def fitting(
         ndims = sorted({each.ndim for each in group["params"]})
         return {"whole": True} if probe_whole(build, device, 2, ndims) is None else {}
     except CannotProbe:
-        return {}
+        return None
 
 
 def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build:
@@ -198,12 +200,19 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
         for key, value in {**optimizer.defaults, **options}.items()
         if key in accepted or (anything and key not in _NOT_ARGUMENTS)
     }
+    for key, (kept_as, place) in _KEPT_IN.items():
+        if key in accepted and key not in given and kept_as in options:
+            given[key] = options[kept_as][place]
     settings: dict[str, Any] = {}
 
     def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = kind(parameters, **copy.deepcopy(given))
         made.param_groups[0].update(copy.deepcopy(options))
         vars(made).update(copy.deepcopy(settings))
+        if hasattr(manager := getattr(made, "mng", None), "index2config"):
+            # bitsandbytes' table of what it was told of parameters by their places in groups
+            made.mng = copy.copy(manager)  # type: ignore[attr-defined]
+            made.mng.index2config = {}  # type: ignore[attr-defined]
         return made
 
     settings |= _settings(
@@ -301,6 +310,14 @@ def _numbers(picture: object) -> Iterator[int]:
             yield from _numbers(each)
 
 
+def kind_in_state(value: Any, ndim: int) -> str:
+    """What a value in the state of a parameter with `ndim` dimensions is."""
+    if not isinstance(value, Tensor):
+        return "number"
+    apart = value.dim() not in (0, ndim)
+    return kind_of(value.dtype) + (f" with {value.dim()} dimensions" if apart else "")
+
+
 def state_keys(
     build: Build, device: torch.device, shapes: Iterable[tuple[int, ...]]
 ) -> list[dict[str, str]]:
@@ -321,12 +338,7 @@ def state_keys(
                 optimizer = build([parameter])
                 for _ in _steps(optimizer, [parameter], problem, _spans([shape])):
                     state = optimizer.state.get(parameter, {})
-                    found.append(
-                        {
-                            k: kind_of(v.dtype) if isinstance(v, Tensor) else "number"
-                            for k, v in state.items()
-                        }
-                    )
+                    found.append({k: kind_in_state(v, len(shape)) for k, v in state.items()})
             except Exception:  # of any kind, since the optimizer may be of any library
                 return []
     return [kept for number, kept in enumerate(found) if kept not in found[:number]]

@@ -38,6 +38,9 @@ class _StateOfAll(MutableMapping[Tensor, Any]):
     def __delitem__(self, parameter: Tensor) -> None:
         del self._holding(parameter)[parameter]
 
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in member.state for member in self._members)
+
     def __iter__(self) -> Iterator[Tensor]:
         return (parameter for member in self._members for parameter in member.state)
 
