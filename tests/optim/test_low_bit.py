@@ -59,8 +59,8 @@ def check_each(rank: Rank) -> None:
     whole = zero3.param_groups(model, lambda name, info: {"whole": True})
     for make, _ in IN_BLOCKS.values():
         zero3.check_optimizer(model, make(whole))
-    for kind in (made.LARS, made.LARS8bit):
-        with pytest.raises(ValueError, match=r"does more than treat each element by itself.*{\"whole\": True}\)"):
+    for kind, needed in ((made.LARS, '"whole": True'), (made.LARS8bit, '"align": 256')):  # with 8 bits it takes no norms
+        with pytest.raises(ValueError, match=rf"does more than treat each element by itself.*{{{needed}}}\)"):
             zero3.check_optimizer(model, kind(zero3.param_groups(model, lambda name, info: {}), lr=0.1, momentum=0.9))
     for cut in (128, 256):
         parts = zero3.param_groups(model, lambda name, info, cut=cut: {"align": cut})
@@ -123,6 +123,32 @@ def prepare_with_settings(rank: Rank) -> list[Any]:
 def test_what_bitsandbytes_was_told_of_a_parameter_counts_for_its_parts() -> None:
     for found in on_ranks(2, prepare_with_settings, fresh=True):
         assert found[0] == torch.float32
+
+
+def prepare_with_places(rank: Rank) -> list[str]:
+    """`register_parameters` counts parameters by their places in groups, where parts are others: which have not moved?"""
+    from zero3.integrations.accelerate import Zero3Accelerator
+
+    with launched(rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        made.AdamW8bit([model[2].weight]).mng.initialize()
+        manager = made.AdamW8bit([model[2].weight]).mng
+        for block in (0, 2):
+            manager.override_config(model[block].weight, "lr", 0.0)
+        manager.register_parameters(model.parameters())
+        model, optimizer = Zero3Accelerator(cpu=True, layers=nn.Linear).prepare(model, made.AdamW8bit(model.parameters(), lr=1e-2))
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        manager.initialize()
+        state = zero3.full_state_dict(model, rank0_only=False)
+        return [name for name, value in start.items() if torch.equal(state[name], value)]
+
+
+def test_what_bitsandbytes_was_told_of_places_counts_for_the_parameters_that_were_there() -> None:
+    for found in on_ranks(2, prepare_with_places, fresh=True):
+        assert found == ["0.weight", "2.weight"]
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
