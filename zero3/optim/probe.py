@@ -37,7 +37,7 @@ _OF_ALL = ("state", "param_groups", "defaults")
 # keys of groups that are no arguments, of ours and of torch's schedules
 _NOT_ARGUMENTS = ("whole", "align", "initial_lr", "param_names")
 # arguments that optimizers (bitsandbytes' SGD and LARS) keep inside of an option of groups
-_KEPT_IN = {"momentum": ("betas", 0), "dampening": ("betas", 1)}
+_KEPT_IN = (("momentum", "betas", 0), ("dampening", "betas", 1))
 # ranks may be threads, and torch's generators and its compiler are the process's
 _ONE_AT_A_TIME = RLock()
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -200,7 +200,7 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
         for key, value in {**optimizer.defaults, **options}.items()
         if key in accepted or (anything and key not in _NOT_ARGUMENTS)
     }
-    for key, (kept_as, place) in _KEPT_IN.items():
+    for key, kept_as, place in _KEPT_IN:
         if key in accepted and key not in given and kept_as in options:
             given[key] = options[kept_as][place]
     settings: dict[str, Any] = {}
