@@ -219,13 +219,17 @@ struct SimulatedNccl final : c10d::Backend {
 
   Ref<c10d::Work> issue(const std::string& kind, const Tensors& ins, const Tensors& outs, Manner manner) {
     const int device = (ins.empty() ? outs[0] : ins[0]).device().index();
-    if (asked.dry) return manner.async ? c10::make_intrusive<StreamWork>(record(current(device)), device) : nullptr;  // nobody else is there
+    if (asked.dry) {  // nobody else is there
+      Queue* q = manner.async ? stream_after_current(device) : current(device);
+      if (manner.async) use_all(ins, outs, q);
+      write(kind, ins, outs, q);
+      return manner.async ? c10::make_intrusive<StreamWork>(record(q), device) : nullptr;
+    }
     Communicator& c = connect();
     auto in = places(ins, device, kind), out = places(outs, device, kind);
     Queue* q = manner.async ? stream_after_current(device) : current(device);
-    for (const Tensors* tensors : {&ins, &outs}) {  // on the current stream memory is a matter of that stream's order
-      for (const Tensor& t : *tensors) manner.async ? use_on(t.storage().data_ptr(), device, q->number) : void();
-    }
+    if (manner.async) use_all(ins, outs, q);  // on the current stream memory is a matter of that stream's order
+    write(kind, ins, outs, q);
     const uint64_t number = ++issued;
     {
       std::lock_guard<std::mutex> lock(gpu.mutex);
@@ -255,6 +259,20 @@ struct SimulatedNccl final : c10d::Backend {
     gpu.changed.notify_all();
     if (gpu.eager && !manner.async) wait_until(idle(q), {q}, device);
     return manner.async ? c10::make_intrusive<StreamWork>(record(q), device) : nullptr;
+  }
+
+  static void use_all(const Tensors& ins, const Tensors& outs, Queue* q) {
+    for (const Tensors* tensors : {&ins, &outs}) {
+      for (const Tensor& t : *tensors) use_on(t.storage().data_ptr(), q->device, q->number);
+    }
+  }
+
+  // In the log: the bytes of all ranks' parts together, and how many ranks there are.
+  void write(const std::string& kind, const Tensors& ins, const Tensors& outs, Queue* q) {
+    double in = 0, out = 0;
+    for (const Tensor& t : ins) in += (double)t.numel() * t.element_size();
+    for (const Tensor& t : outs) out += (double)t.numel() * t.element_size();
+    written.note('c', kind, q->number, (uint64_t)this, {0, std::max(in, out), 0, size_});
   }
 
   Queue* stream_after_current(int device) {

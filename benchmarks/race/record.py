@@ -1,0 +1,124 @@
+"""One run: a system trains a model for three steps on rank 0 of W, on the simulated GPU; what it asked for is written down, and replayed.
+
+    python -m benchmarks.race.record zero3 8b 64 1x2048 none        # in a process of its own, as it takes torch's CUDA slot
+
+It prints JSON: a step's figures for each link and each way in which the host counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import pickle
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.device import simulated
+
+import torch  # isort: skip
+
+from benchmarks.race.models import CHECKPOINTING, SHAPES, loss_of, model_of  # isort: skip
+from benchmarks.race.systems import SYSTEMS  # isort: skip
+from tests.device.clock import HOSTS, Clocks, Step  # isort: skip
+from tests.device.dry_run import alone  # isort: skip
+from zero3.planning.cluster import cluster_of  # isort: skip
+
+STEPS = 3  # the first makes the optimizer's state, and systems learn from it
+GPU = "h100"
+LINKS = (400, 200, 100)  # Gbit/s a GPU
+
+
+def record(
+    system: str, name: str, ranks: int, rows: int, sequence: int, checkpointing: str, *, fused: bool = True, holds_logits: bool = False,
+    steps: int = STEPS, **chosen: Any,
+) -> list[Any]:  # fmt: skip
+    """The log of the steps, with marks: "step", "backward", "clip", "optimizer". `holds_logits`: the loop keeps them during backward."""
+    C = simulated.C
+    with alone(ranks):
+        gc.collect()
+        gc.disable()  # a collection would be a moment of its own in the memory
+        C.take_log()
+        C.log(True)
+        try:
+            training = SYSTEMS[system](model_of(name, sequence, checkpointing), ranks, **chosen)
+            optimizer = torch.optim.AdamW(training.parameters, lr=1e-4, fused=fused, foreach=None if fused else True)
+            for _ in range(steps):
+                C.mark("step")
+                _step(training, optimizer, rows, sequence, holds_logits)
+            C.mark("step")
+        finally:
+            C.log(False)
+            gc.enable()
+        log = C.take_log()
+        del training, optimizer
+        gc.collect()
+    return list(log)
+
+
+def _step(training: Any, optimizer: torch.optim.Optimizer, rows: int, sequence: int, holds_logits: bool) -> None:
+    ids = torch.empty(rows, sequence, dtype=torch.long, device="cuda")
+    labels = torch.empty_like(ids)
+    logits = training.model(ids)
+    loss = loss_of(logits, labels)
+    if not holds_logits:
+        del logits
+    simulated.C.mark("backward")
+    loss.backward()
+    simulated.C.mark("clip")
+    training.clip()
+    simulated.C.mark("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def figures(step: Step) -> dict[str, Any]:
+    """What is told of a step, as JSON has it."""
+    top = sorted(step.spent, key=lambda key: -step.spent[key])[:12]
+    return {
+        "seconds": step.seconds, "compute": step.compute, "exposed": step.exposed, "starved": step.starved, "host": step.host,
+        "launches": step.launches, "collectives": dict(step.collectives), "moved": dict(step.moved), "waits": sorted(set(step.waits)),
+        "host_waits": len(step.waits), "copies": [step.copies[0], step.copies.total() - step.copies[0]],
+        "copied": [step.copied[0], step.copied.total() - step.copied[0]], "allocated": step.allocated, "active": step.active,
+        "reserved": step.reserved, "phases": step.phases, "top": [[*key, step.kernels[key], step.spent[key]] for key in top],
+    }  # fmt: skip
+
+
+def replayed(log: Iterable[Any], links: Iterable[int] = LINKS) -> dict[str, Any]:
+    """A steady step's figures, by link and host: "400 launches"."""
+    found, cluster = {}, cluster_of(GPU, 1.0)
+    for link in links:
+        for host, cost in HOSTS.items():
+            if host == "python" and link != max(links):
+                continue  # it shows the host's share, which has nothing to do with the link
+            step = Clocks(replace(cluster, link=link * 1e9 / 8), cost).replay(log)[-1]
+            found[f"{link} {host}"] = figures(step)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("model", choices=SHAPES)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("batch", help="rows x tokens, such as 2x8192")
+    parser.add_argument("checkpointing", choices=CHECKPOINTING)
+    parser.add_argument("--chosen", type=json.loads, default={}, help="settings of `record` and of the system, as JSON")
+    parser.add_argument("--log", type=Path, help="write the log to this file, and replay nothing")
+    options = parser.parse_args()
+    rows, sequence = map(int, options.batch.split("x"))
+    began = time.perf_counter()
+    log = record(options.system, options.model, options.ranks, rows, sequence, options.checkpointing, **options.chosen)
+    recorded = time.perf_counter() - began
+    if options.log:
+        options.log.write_bytes(pickle.dumps(log))
+        return
+    found = replayed(log)
+    print(json.dumps({"entries": len(log), "recorded": recorded, "replayed": time.perf_counter() - began - recorded, "steps": found}))
+
+
+if __name__ == "__main__":
+    main()
