@@ -25,14 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.race.models import Model, loss_of, model_of
+from benchmarks.race.models import loss_of, model_of
 from zero3.planning.cluster import PRODUCT, STREAM, Cluster, cluster_of
-
-
-def _on_cpu(model: Model) -> Model:
-    model.to_empty(device="cpu")
-    model.turns = torch.empty(model.turns.shape, dtype=torch.complex64)
-    return model
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, sequence: int, *, clip: bool = True) -> None:
@@ -50,9 +44,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, sequenc
 def memory(name: str, ranks: int, rows: int, sequence: int, checkpointing: str) -> dict[str, Any]:
     """The peak of the second step of FSDP2, as torch's tracker has it, in bytes, by torch's words for causes."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
     with FakeTensorMode():
-        mesh = init_device_mesh("cpu", (ranks,))
-        model = _on_cpu(model_of(name, sequence, checkpointing))
+        model = model_of(name, sequence, checkpointing, "cpu")
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in (model.embedding, *model.blocks, model.readout):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
@@ -79,9 +73,9 @@ def computation(name: str, ranks: int, rows: int, sequence: int, checkpointing: 
                 stack.enter_context(patch(f"{module}.{function}", rate))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(FakeTensorMode())
-        model = _on_cpu(model_of(name, sequence, checkpointing))
-        turns, model = model.turns, model.to(torch.bfloat16)
-        model.turns = turns
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.bfloat16)
+        model = model_of(name, sequence, checkpointing, "cpu")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         stack.enter_context(estimator("operator-level-cost-model"))
         _step(model, optimizer, rows, sequence)

@@ -174,8 +174,8 @@ CHECKPOINTING: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def model_of(name: str, sequence: int, checkpointing: str) -> Model:
-    with torch.device("meta"):
+def model_of(name: str, sequence: int, checkpointing: str, device: str = "meta") -> Model:
+    with torch.device(device):
         model = Model(SHAPES[name], sequence)
     for number, block in enumerate(model.blocks):
         model.blocks[number] = CHECKPOINTING[checkpointing](block)

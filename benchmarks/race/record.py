@@ -36,7 +36,8 @@ def record(
     system: str, name: str, ranks: int, rows: int, sequence: int, checkpointing: str, *, fused: bool = True, holds_logits: bool = False,
     steps: int = STEPS, **chosen: Any,
 ) -> list[Any]:  # fmt: skip
-    """The log of the steps, with marks: "step", "backward", "clip", "optimizer". `holds_logits`: the loop keeps them during backward."""
+    """The log of the steps, with marks: "step", "backward", "clip", "optimizer". `holds_logits`: the loop
+    keeps them during backward, in fp32."""
     C = simulated.C
     with alone(ranks):
         gc.collect()
@@ -63,6 +64,8 @@ def _step(training: Any, optimizer: torch.optim.Optimizer, rows: int, sequence: 
     ids = torch.empty(rows, sequence, dtype=torch.long, device="cuda")
     labels = torch.empty_like(ids)
     logits = training.model(ids)
+    if holds_logits:
+        logits = logits.float()
     loss = loss_of(logits, labels)
     if not holds_logits:
         del logits
