@@ -11,9 +11,9 @@ import argparse
 import gc
 import json
 import pickle
+import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,13 @@ from tests.device import simulated
 
 import torch  # isort: skip
 
+from benchmarks.race.machines import MACHINES, with_link  # isort: skip
 from benchmarks.race.models import CHECKPOINTING, SHAPES, loss_of, model_of  # isort: skip
 from benchmarks.race.systems import SYSTEMS  # isort: skip
 from tests.device.clock import HOSTS, Clocks, Step  # isort: skip
 from tests.device.dry_run import alone  # isort: skip
-from zero3.planning.cluster import cluster_of  # isort: skip
 
 STEPS = 3  # the first makes the optimizer's state, and systems learn from it
-GPU = "h100"
 LINKS = (400, 200, 100)  # Gbit/s a GPU
 
 
@@ -90,37 +89,54 @@ def figures(step: Step) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def replayed(log: Iterable[Any], links: Iterable[int] = LINKS) -> dict[str, Any]:
-    """A steady step's figures, by link and host: "400 launches"."""
-    found, cluster = {}, cluster_of(GPU, 1.0)
-    for link in links:
-        for host, cost in HOSTS.items():
-            if host == "python" and link != max(links):
-                continue  # it shows the host's share, which has nothing to do with the link
-            step = Clocks(replace(cluster, link=link * 1e9 / 8), cost).replay(log)[-1]
-            found[f"{link} {host}"] = figures(step)
+def replayed(log: list[Any], links: Iterable[int] = LINKS) -> dict[str, Any]:
+    """A steady step's figures, by machine, link and host: "H100 of 500 W, 400, launches". Memory is the first one's."""
+    found: dict[str, Any] = {}
+    times = [entry for entry in log if entry[0] not in "afu"]  # memory does not ask for the time
+    for machine, cluster in MACHINES.items():
+        for link in links:
+            for host, cost in HOSTS.items():
+                if host == "python" and found.keys() & {f"{machine}, {each}, python" for each in links}:
+                    continue  # it shows the host's share, which has nothing to do with the link
+                step = Clocks(with_link(cluster, link), cost).replay(times if found else log)[-1]
+                found[f"{machine}, {link}, {host}"] = figures(step)
     return found
+
+
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """One run, as `Recorders` asks for it. With `log`, a file: the log goes there, and nothing is replayed."""
+    rows, sequence = map(int, asked["batch"].split("x"))
+    began = time.perf_counter()
+    log = record(asked["system"], asked["model"], asked["ranks"], rows, sequence, asked["checkpointing"], **asked["settings"])
+    recorded = time.perf_counter() - began
+    if asked.get("log"):
+        Path(asked["log"]).write_bytes(pickle.dumps(log))
+        return {"recorded": recorded}
+    found = replayed(log, asked.get("links", LINKS))
+    return {"entries": len(log), "recorded": recorded, "replayed": time.perf_counter() - began - recorded, "steps": found}
+
+
+def serve() -> None:
+    """Lines of JSON come in and go out. Whatever else is printed goes to stderr."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        out.write(json.dumps(answer(json.loads(line))) + "\n")
+        out.flush()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("system", choices=SYSTEMS)
-    parser.add_argument("model", choices=SHAPES)
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("batch", help="rows x tokens, such as 2x8192")
-    parser.add_argument("checkpointing", choices=CHECKPOINTING)
-    parser.add_argument("--chosen", type=json.loads, default={}, help="settings of `record` and of the system, as JSON")
-    parser.add_argument("--log", type=Path, help="write the log to this file, and replay nothing")
+    parser.add_argument("system", choices=[*SYSTEMS, "serve"], help="`serve` reads runs from stdin")
+    parser.add_argument("model", choices=SHAPES, nargs="?")
+    parser.add_argument("ranks", type=int, nargs="?")
+    parser.add_argument("batch", nargs="?", help="rows x tokens, such as 2x8192")
+    parser.add_argument("checkpointing", choices=CHECKPOINTING, nargs="?")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of `record` and of the system, as JSON")
+    parser.add_argument("--log", help="write the log to this file, and replay nothing")
     options = parser.parse_args()
-    rows, sequence = map(int, options.batch.split("x"))
-    began = time.perf_counter()
-    log = record(options.system, options.model, options.ranks, rows, sequence, options.checkpointing, **options.chosen)
-    recorded = time.perf_counter() - began
-    if options.log:
-        options.log.write_bytes(pickle.dumps(log))
-        return
-    found = replayed(log)
-    print(json.dumps({"entries": len(log), "recorded": recorded, "replayed": time.perf_counter() - began - recorded, "steps": found}))
+    if options.system == "serve":
+        return serve()
+    print(json.dumps(answer(vars(options))))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ class Clocks:
         self._link, self._communicators = Link(), defaultdict[int, float](float)
         self._processor: float | None = None
         self._lasting: dict[tuple[float, float, float, int], float] = {}
-        self._step, self._began = Step(), 0.0
+        self._step, self._began, self._host_began = Step(), 0.0, 0.0
         self._known = {
             "k": self._kernel, "a": self._allocation, "f": self._free, "r": self._record, "w": self._wait,
             "c": self._collective, "u": self._use, "h": self._host_waits, "e": self._host_waits, "d": self._host_waits,
@@ -172,7 +172,8 @@ class Clocks:
 
     def _close(self, now: float) -> Step:
         done, memory = self._step, self.memory
-        done.seconds = now - self._began
+        self._stands_still(now)
+        done.seconds, done.host = now - self._began, self.host - self._host_began
         done.allocated, done.active, done.reserved = memory.peak_allocated, memory.peak_active, memory.peak_reserved
         done.segments = memory.segments
         done.spans = [span._replace(begin=span.begin - self._began, end=span.end - self._began) for span in done.spans]
@@ -194,8 +195,7 @@ class Clocks:
         ready = self._streams[stream]
         begin = max(self.host, ready)
         if stream == 0:
-            step.exposed += max(0.0, ready - max(self._busy[0], self._began))
-            step.starved += max(0.0, begin - max(ready, self._began))
+            self._stands_still(begin)
             step.compute += lasts
         self._streams[stream] = self._busy[stream] = begin + lasts
         step.launches += entry.kernels
@@ -205,6 +205,13 @@ class Clocks:
             step.copies[stream] += entry.kernels
             step.copied[stream] += int(entry.nbytes)
         self._span("compute" if stream == 0 else "side", begin, begin + lasts, entry.name, stream)
+
+    def _stands_still(self, until: float) -> None:
+        """The compute stream has had nothing to do: what it waited for other streams is exposed, the rest is the host's."""
+        ready = max(self._streams[0], self._began)
+        self._step.exposed += max(0.0, ready - max(self._busy[0], self._began))
+        self._step.starved += max(0.0, min(until, self.host) - ready)
+        self._step.exposed += max(0.0, until - max(ready, self.host))
 
     def _host_works(self, seconds: float, name: str) -> None:
         if seconds and self._keeps:
@@ -228,10 +235,11 @@ class Clocks:
         step.moved[entry.name] += int(nbytes)
         ready = max(self.host, self._streams[stream], self._communicators[entry.id])
         begin, end = self._link.take(ready, self._cluster.moving(int(nbytes), entry.kernels))
-        self._streams[stream] = self._communicators[entry.id] = end
         if stream == 0:  # compute waits for it
-            step.exposed += end - max(self._busy[0], self._began, min(ready, end))
+            self._stands_still(begin)
+            step.exposed += end - begin
             self._busy[0] = end
+        self._streams[stream] = self._communicators[entry.id] = end
         self._span(LANES.get(entry.name, "other"), begin, end, entry.name, stream)
 
     def _host_waits(self, entry: Entry) -> None:

@@ -71,7 +71,7 @@ inline Cost cost_of(const c10::FunctionSchema& schema, const std::string& name, 
     for (const Tensor& t : found) bytes += bytes_of(t);
     if (args[i].isTensorList()) lists.push_back(found);
     tensors.insert(tensors.end(), found.begin(), found.end());
-    if (writes) changed += bytes;
+    if (writes && !(has(op, "_fused_") && i == 1)) changed += bytes;  // (optimizers may scale gradients, and do not)
     if (!writes || !(argument.is_out() || only_writes)) read += bytes;
   }
   double made = 0;

@@ -109,7 +109,7 @@ struct NoWarnings final : c10::WarningHandler {
 
 // Operators that are one kernel on a GPU, or a few for all tensors. The CPU's build of torch has them as a kernel for each tensor.
 inline bool is_one(const std::string& name) {
-  return name.starts_with("aten::_foreach_") || name == "aten::_chunk_cat" || name == "aten::split_with_sizes_copy";
+  return name.starts_with("aten::_foreach_") || name == "aten::_chunk_cat" || name == "aten::split_with_sizes_copy" || name == "aten::silu_backward";
 }
 // A list of host tensors among them: torch copies one after another, on GPUs too.
 inline void copy_all(at::TensorList to, at::TensorList from, bool later) {
