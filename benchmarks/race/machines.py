@@ -10,7 +10,7 @@ GBIT = 1e9 / 8
 
 # Of the share of its data sheet's FLOP/s that this GPU reaches, the one number that is fitted: on the cells of `validate.FITTED`, which no
 # judgement uses. Its publishers say that its peak is below the data sheet's (power is limited to 500 W), and do not know what it is.
-REACHED = 0.50
+REACHED = 0.48
 
 # By data sheet, with the constants of `zero3.plan`: 0.75 of its FLOP/s are reached.
 H100 = cluster_of("h100", 400 * GBIT)

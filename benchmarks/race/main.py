@@ -64,10 +64,10 @@ def cells(models: Iterable[str], ranks: Iterable[int], batches: Iterable[str], c
 
 
 def runs(of: list[Cell]) -> Iterator[tuple[Cell, str]]:
-    """Who runs where: those that hold a whole model on each rank run with one model, to be seen beside the others."""
+    """Who runs where: zero3 and FSDP2 everywhere, the others beside them in the cells of the first model and number of ranks."""
     for cell in of:
         for name in SYSTEMS:
-            if name in ("zero3", *RIVALS) or (cell.model in ("8b", "tiny") and (cell.ranks == 8 or name != "plain") and cell.ranks <= 64):
+            if name in ("zero3", *RIVALS) or cell[:2] == of[0][:2]:
                 yield cell, name
 
 
@@ -76,13 +76,19 @@ def asked_of(cell: Cell, name: str, **more: Any) -> dict[str, Any]:
     return {**cell._asdict(), "system": entry.system, "settings": entry.settings, "ranks": 1 if name == "plain" else cell.ranks, **more}
 
 
-def figures_of(processes: Recorders, cell: Cell, name: str) -> dict[str, Any]:
+def figures_of(processes: Recorders, cell: Cell, name: str, out: Path) -> dict[str, Any]:
+    """A run's figures. They are kept in `out`, so a race that was ended goes on where it was."""
+    kept = out / "runs" / f"{SYSTEMS[name].system}-{'-'.join(map(str, cell))}-{'-'.join(SYSTEMS[name].settings)}.json"
+    if kept.exists():
+        return dict(json.loads(kept.read_text()))
     try:
         found = processes.run(asked_of(cell, name))
     except RuntimeError as error:
         progress(f"{cell}: {name} does not run")
         return {"error": str(error).splitlines()[-1]}
     progress(f"{cell}: {name}, {found['recorded']:.0f} s to record, {found['replayed']:.0f} to replay")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(found))
     return found
 
 
@@ -199,7 +205,7 @@ def race(processes: Recorders, options: argparse.Namespace) -> None:
         validate.report(processes, say)
     of = cells(options.models, options.ranks, options.batches, options.checkpointing)
     asked = list(runs(of))
-    results = dict(zip(asked, processes.map(lambda each: figures_of(processes, *each), asked), strict=True))
+    results = dict(zip(asked, processes.map(lambda each: figures_of(processes, *each, options.out), asked), strict=True))
     say(tables(results, of))
     leave(options.out, "race", {f"{cell}: {name}": found for (cell, name), found in results.items()}, "\n".join(texts))
     lanes(processes, of[0], options.out)

@@ -21,7 +21,7 @@ from tests.device import simulated
 
 import torch  # isort: skip
 
-from benchmarks.race.machines import MACHINES, with_link  # isort: skip
+from benchmarks.race.machines import H100_500W, MACHINES, with_link  # isort: skip
 from benchmarks.race.models import CHECKPOINTING, SHAPES, loss_of, model_of  # isort: skip
 from benchmarks.race.systems import SYSTEMS  # isort: skip
 from tests.device.clock import HOSTS, Clocks, Step  # isort: skip
@@ -96,8 +96,9 @@ def replayed(log: list[Any], links: Iterable[int] = LINKS) -> dict[str, Any]:
     for machine, cluster in MACHINES.items():
         for link in links:
             for host, cost in HOSTS.items():
-                if host == "python" and found.keys() & {f"{machine}, {each}, python" for each in links}:
-                    continue  # it shows the host's share, which has nothing to do with the link
+                if found and (host == "python" or (host == "free" and cluster is not H100_500W)):
+                    if host != "python" or any(key.endswith("python") for key in found):
+                        continue  # the processor's time has nothing to do with the link
                 step = Clocks(with_link(cluster, link), cost).replay(times if found else log)[-1]
                 found[f"{machine}, {link}, {host}"] = figures(step)
     return found

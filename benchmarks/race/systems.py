@@ -75,7 +75,7 @@ def by_fsdp1(model: Model, ranks: int, *, root_holds_ends: bool = False) -> Trai
 
 def by_ddp(model: Model, ranks: int) -> Training:
     model.to_empty(device="cuda")
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
 
     class Autocast(nn.Module):
         def __init__(self) -> None:

@@ -289,3 +289,10 @@ class uncached_autocast:
     def __exit__(self, *exc: object) -> None:
         if self._enabled:
             torch.set_autocast_cache_enabled(True)
+
+
+def copy_together(places: list[Tensor], values: list[Tensor]) -> None:
+    """Copies each value into its place. On a GPU it is a kernel for many of them, if each has the
+    strides of its place.
+    """
+    torch._foreach_copy_(places, values)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .autograd import copy_together
 from .layout import ChunkLayout
 
 __all__: list[str] = []
@@ -73,9 +74,23 @@ class GradientBuffer:
             self.full = torch.empty(
                 self._layout.padded_numel, dtype=self._dtype, device=self._device
             )
-        while self._came:
-            self._write(self.full, *self._came.popitem())
+        self._copy_what_came(self.full)
         return self.full
+
+    def _copy_what_came(self, full: Tensor) -> None:
+        """Slots that nothing was written into take theirs together, in one kernel or a few."""
+        came, self._came = self._came, {}
+        together = {
+            index: gradient
+            for index, gradient in came.items()
+            if index not in self._written and gradient.layout == torch.strided
+        }
+        if len(together) > 1:
+            copy_together([self._slot(full, index) for index in together], [*together.values()])
+            self._written.update(together)
+        for index, gradient in came.items():
+            if len(together) < 2 or index not in together:
+                self._write(full, index, gradient)
 
     def _to_add_to(self) -> Tensor:
         full = self.flat()

@@ -115,7 +115,16 @@ inline void exchange(Communicator::Exchange& e, const std::string& kind, int roo
 struct StreamWork final : c10d::Work {
   std::shared_ptr<Moment> end;
   int device;
+  Ref<c10::ivalue::Future> future;  // what DDP waits for
   StreamWork(std::shared_ptr<Moment> end, int device) : end(std::move(end)), device(device) {}
+  StreamWork(Queue* q, const Tensors& results) : StreamWork(record(q), q->device) {
+    OnDevice guard(device);
+    const int before = std::exchange(current_stream[device], q->number);  // the future's event is this stream's
+    future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::vector<Device>{Device(TYPE, device)});
+    future->markCompleted(c10::IValue(results));
+    current_stream[device] = before;
+  }
+  Ref<c10::ivalue::Future> getFuture() override { return future; }
   bool isCompleted() override {
     std::lock_guard<std::mutex> lock(gpu.mutex);
     return end->reached;
@@ -223,7 +232,7 @@ struct SimulatedNccl final : c10d::Backend {
       Queue* q = manner.async ? stream_after_current(device) : current(device);
       if (manner.async) use_all(ins, outs, q);
       write(kind, ins, outs, q);
-      return manner.async ? c10::make_intrusive<StreamWork>(record(q), device) : nullptr;
+      return manner.async ? c10::make_intrusive<StreamWork>(q, outs) : nullptr;
     }
     Communicator& c = connect();
     auto in = places(ins, device, kind), out = places(outs, device, kind);
@@ -258,7 +267,7 @@ struct SimulatedNccl final : c10d::Backend {
     }
     gpu.changed.notify_all();
     if (gpu.eager && !manner.async) wait_until(idle(q), {q}, device);
-    return manner.async ? c10::make_intrusive<StreamWork>(record(q), device) : nullptr;
+    return manner.async ? c10::make_intrusive<StreamWork>(q, outs) : nullptr;
   }
 
   static void use_all(const Tensors& ins, const Tensors& outs, Queue* q) {
