@@ -13,7 +13,7 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.device import simulated
 
 import torch  # isort: skip
 
-from benchmarks.race.machines import H100_500W, MACHINES, with_link  # isort: skip
+from benchmarks.race.machines import MACHINES, with_link  # isort: skip
 from benchmarks.race.models import CHECKPOINTING, SHAPES, loss_of, model_of  # isort: skip
 from benchmarks.race.systems import SYSTEMS  # isort: skip
 from tests.device.clock import HOSTS, Clocks, Step  # isort: skip
@@ -37,23 +37,23 @@ def record(
 ) -> list[Any]:  # fmt: skip
     """The log of the steps, with marks: "step", "backward", "clip", "optimizer". `holds_logits`: the loop
     keeps them during backward, in fp32."""
-    C = simulated.C
+    device = simulated.C
     with alone(ranks):
         gc.collect()
         gc.disable()  # a collection would be a moment of its own in the memory
-        C.take_log()
-        C.log(True)
+        device.take_log()
+        device.log(True)
         try:
             training = SYSTEMS[system](model_of(name, sequence, checkpointing), ranks, **chosen)
             optimizer = torch.optim.AdamW(training.parameters, lr=1e-4, fused=fused, foreach=None if fused else True)
             for _ in range(steps):
-                C.mark("step")
+                device.mark("step")
                 _step(training, optimizer, rows, sequence, holds_logits)
-            C.mark("step")
+            device.mark("step")
         finally:
-            C.log(False)
+            device.log(False)
             gc.enable()
-        log = C.take_log()
+        log = device.take_log()
         del training, optimizer
         gc.collect()
     return list(log)
@@ -89,18 +89,18 @@ def figures(step: Step) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def replayed(log: list[Any], links: Iterable[int] = LINKS) -> dict[str, Any]:
-    """A steady step's figures, by machine, link and host: "H100 of 500 W, 400, launches". Memory is the first one's."""
+def replayed(log: list[Any]) -> dict[str, Any]:
+    """A steady step's figures, by machine, link and host: "H100 of 500 W, 400, launches". Memory is the first one's.
+
+    The second machine is there for one way in which the host counts, and the processor's time for one link.
+    """
     found: dict[str, Any] = {}
     times = [entry for entry in log if entry[0] not in "afu"]  # memory does not ask for the time
-    for machine, cluster in MACHINES.items():
-        for link in links:
-            for host, cost in HOSTS.items():
-                if found and (host == "python" or (host == "free" and cluster is not H100_500W)):
-                    if host != "python" or any(key.endswith("python") for key in found):
-                        continue  # the processor's time has nothing to do with the link
-                step = Clocks(with_link(cluster, link), cost).replay(times if found else log)[-1]
-                found[f"{machine}, {link}, {host}"] = figures(step)
+    first, *_ = MACHINES
+    for machine, link, host in product(MACHINES, LINKS, HOSTS):
+        if host == "launches" or (machine == first and (host == "free" or link == LINKS[0])):
+            clocks = Clocks(with_link(MACHINES[machine], link), HOSTS[host])
+            found[f"{machine}, {link}, {host}"] = figures(clocks.replay(times if found else log)[-1])
     return found
 
 
@@ -113,7 +113,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     if asked.get("log"):
         Path(asked["log"]).write_bytes(pickle.dumps(log))
         return {"recorded": recorded}
-    found = replayed(log, asked.get("links", LINKS))
+    found = replayed(log)
     return {"entries": len(log), "recorded": recorded, "replayed": time.perf_counter() - began - recorded, "steps": found}
 
 

@@ -108,7 +108,7 @@ def test_what_another_stream_uses_is_active_until_it_is_done() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 60 * MIB), st.integers(0, 1)), max_size=80), st.booleans())
 def test_nothing_is_lost(actions: list[tuple[int, int, int]], expandable: bool) -> None:
-    """Whatever is asked for: a key that is there is given back, another one gets memory. In the end all can be taken as one block a segment."""
+    """A key that is there is given back, another one gets memory. In the end each segment is one free block."""
     memory, there = CachingAllocator(expandable=expandable), set[int]()
     for key, size, stream in actions:
         if key in there:
