@@ -145,7 +145,8 @@ def columns_of(cell: Cell, found: dict[str, Any], name: str, link: int = 400, ho
     tokens = math.prod(map(int, cell.batch.split("x"))) / one["seconds"]
     copies = [f"{count} ({nbytes / 1e9:.1f} GB)" for count, nbytes in zip(one["copies"], one["copied"], strict=True)]
     return [
-        name, f"{1e3 * one['seconds']:.1f}", f"{tokens:.0f}", f"{1e3 * one['exposed']:.1f}", f"{1e3 * one['starved']:.1f}", str(one["launches"]),
+        name, f"{1e3 * one['seconds']:.1f}", f"{tokens:.0f}", f"{1e3 * one['exposed']:.1f}", f"{1e3 * one['starved']:.1f}",
+        str(one["launches"]),
         kinds or "none", f"{sum(one['moved'].values()) / 1e9:.1f}", *copies, f"{one['host_waits']} {', '.join(one['waits'])}".strip(),
         f"{one['allocated'] / GIB:.2f}", f"{one['reserved'] / GIB:.2f}", ", ".join(f"{1e3 * each:.1f}" for each in phases),
     ]  # fmt: skip

@@ -180,14 +180,16 @@ def report(processes: Recorders, say: Callable[[str], None] = print) -> bool:
     difference = JUDGED[0].reserved - JUDGED[1].reserved
     null = 16 * SHAPES["8b"].parameters * (1 / 8 - 1 / 128) / GIB
     say(
-        f"\nFrom W = 8 to 128: {few - many:.1f} GiB less for {difference:.1f} ({judged(few - many, difference)}); null, state / N: {null:.1f}.\n"
+        f"\nFrom W = 8 to 128: {few - many:.1f} GiB less for {difference:.1f} "
+        f"({judged(few - many, difference)}); null, state / N: {null:.1f}.\n"
     )
     told = trackers(processes.run)
     say(markdown(["torch's own tracker", "it says", "simulated", ""], told))
     everything = [*(text for row in rows for text in row), judged(few - many, difference), *(text for row in told for text in row)]
     misses = sum("a miss" in text for text in everything)
     say(
-        f"\n{misses or 'No'} {'miss' if misses == 1 else 'misses'} (allowed: {ALLOWED:.0%}; of torch's tracker of memory {OF_TRACKERS:.0%}).\n"
+        f"\n{misses or 'No'} {'miss' if misses == 1 else 'misses'} "
+        f"(allowed: {ALLOWED:.0%}; of torch's tracker of memory {OF_TRACKERS:.0%}).\n"
     )
     return not misses
 

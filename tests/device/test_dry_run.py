@@ -34,9 +34,7 @@ def test_dry_run(size: str, ranks: int, depth: int) -> None:
     points = {
         **{f"forward of {i}": during + formula.forward_of(i) + (i - 1) * SEEDS for i in range(1, count - 1)},
         "between": during + formula.between() + SCALAR + (count - 2) * SEEDS,  # and the loss
-        **{
-            f"backward of {i}": during + formula.backward_of(i, accumulating=False) + 2 * SCALAR + i * SEEDS for i in range(1, count - 1)
-        },
+        **{f"backward of {i}": during + formula.backward_of(i, accumulating=False) + 2 * SCALAR + i * SEEDS for i in range(1, count - 1)},
         "after backward": during + landed,
         "after the step": held + landed,
         "after zero_grad": held,

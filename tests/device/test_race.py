@@ -14,7 +14,7 @@ MOST = {"launches": 528, "gathered": 52_313_072, "copies": 95, "copied": 222_850
 
 @pytest.fixture(scope="module")
 def steps() -> dict[str, Any]:
-    """A steady step of zero3, and one of FSDP2 that keeps its last layer, as zero3 does. The host is free, and, for FSDP2, counts launches."""
+    """A steady step of zero3, and one of FSDP2 that keeps its last layer, as zero3 does; with a host that is free, and one that is not."""
     from benchmarks.race.machines import H100
     from benchmarks.race.record import record
     from tests.device.clock import HOSTS, Clocks

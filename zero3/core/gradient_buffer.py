@@ -12,6 +12,10 @@ from .layout import ChunkLayout
 
 __all__: list[str] = []
 
+# elements of a gradient that is copied together with others: torch's kernel for several tensors
+# takes 21 million, so that a large one alone would be many kernels
+SMALL = 2**22
+
 
 class GradientBuffer:
     """Takes any number of gradients for each slot: a slot without a gradient is zero, a slot with
@@ -78,12 +82,14 @@ class GradientBuffer:
         return self.full
 
     def _copy_what_came(self, full: Tensor) -> None:
-        """Slots that nothing was written into take theirs together, in one kernel or a few."""
+        """Small ones are copied together, into slots that nothing was written into."""
         came, self._came = self._came, {}
         together = {
             index: gradient
             for index, gradient in came.items()
-            if index not in self._written and gradient.layout == torch.strided
+            if index not in self._written
+            and gradient.layout == torch.strided
+            and gradient.numel() <= SMALL
         }
         if len(together) > 1:
             copy_together([self._slot(full, index) for index in together], [*together.values()])
