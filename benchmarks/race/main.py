@@ -93,6 +93,7 @@ def figures_of(processes: Recorders, cell: Cell, name: str, out: Path) -> dict[s
 
 
 def step(found: dict[str, Any], link: int, host: str, machine: str = MAIN) -> dict[str, Any]:
+    """(Memory stands with the first machine and link, and a host that is free.)"""
     return dict(found["steps"][f"{machine}, {link}, {host}"])
 
 
@@ -121,12 +122,12 @@ def comparison(results: dict[tuple[Cell, str], Any], of: list[Cell]) -> str:
 
 
 def _of_same_gathers(ours: dict[str, Any], theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one that gathers as often; memory is compared with it."""
+    """The one that gathers as much; memory is compared with it."""
 
-    def gathers(found: dict[str, Any]) -> int:
-        return int(step(found, 400, "free")["collectives"]["all_gather"])
+    def gathered(found: dict[str, Any]) -> int:
+        return int(step(found, 400, "free")["moved"]["all_gather"])
 
-    return min(theirs, key=lambda found: abs(gathers(found) - gathers(ours)))
+    return min(theirs, key=lambda found: abs(gathered(found) - gathered(ours)))
 
 
 COLUMNS = [
@@ -138,7 +139,7 @@ COLUMNS = [
 def columns_of(cell: Cell, found: dict[str, Any], name: str, link: int = 400, host: str = "launches") -> list[str]:
     if "error" in found:
         return [name, found["error"]]
-    one = step(found, link, host)
+    one, memory = step(found, link, host), step(found, 400, "free")
     ends = [one["phases"][mark] for mark in ("backward", "clip", "optimizer")]
     phases = [end - begin for begin, end in zip([0.0, *ends], [*ends, one["seconds"]], strict=True)]
     kinds = ", ".join(f"{count} {kind}" for kind, count in one["collectives"].items())
@@ -148,7 +149,7 @@ def columns_of(cell: Cell, found: dict[str, Any], name: str, link: int = 400, ho
         name, f"{1e3 * one['seconds']:.1f}", f"{tokens:.0f}", f"{1e3 * one['exposed']:.1f}", f"{1e3 * one['starved']:.1f}",
         str(one["launches"]),
         kinds or "none", f"{sum(one['moved'].values()) / 1e9:.1f}", *copies, f"{one['host_waits']} {', '.join(one['waits'])}".strip(),
-        f"{one['allocated'] / GIB:.2f}", f"{one['reserved'] / GIB:.2f}", ", ".join(f"{1e3 * each:.1f}" for each in phases),
+        f"{memory['allocated'] / GIB:.2f}", f"{memory['reserved'] / GIB:.2f}", ", ".join(f"{1e3 * each:.1f}" for each in phases),
     ]  # fmt: skip
 
 
