@@ -78,25 +78,19 @@ class GradientBuffer:
             self.full = torch.empty(
                 self._layout.padded_numel, dtype=self._dtype, device=self._device
             )
-        self._copy_what_came(self.full)
+        places, values = [], []
+        while self._came:
+            index, gradient = self._came.popitem()
+            small = gradient.numel() <= SMALL and gradient.layout == torch.strided
+            if small and index not in self._written:
+                self._written.add(index)
+                places.append(self._slot(self.full, index))
+                values.append(gradient)
+            else:
+                self._write(self.full, index, gradient)
+        if places:
+            copy_together(places, values)
         return self.full
-
-    def _copy_what_came(self, full: Tensor) -> None:
-        """Small ones are copied together, into slots that nothing was written into."""
-        came, self._came = self._came, {}
-        together = {
-            index: gradient
-            for index, gradient in came.items()
-            if index not in self._written
-            and gradient.layout == torch.strided
-            and gradient.numel() <= SMALL
-        }
-        if len(together) > 1:
-            copy_together([self._slot(full, index) for index in together], [*together.values()])
-            self._written.update(together)
-        for index, gradient in came.items():
-            if len(together) < 2 or index not in together:
-                self._write(full, index, gradient)
 
     def _to_add_to(self) -> Tensor:
         full = self.flat()
