@@ -46,13 +46,14 @@ def draw(steps: dict[str, Step], title: str, path: Path) -> None:
     labels, row = [], 0
     for name, step in steps.items():
         for lane in LANES:
-            if busy := _busy(step.spans, lane):
+            if busy := [each for each in _busy(step.spans, lane) if each[0] + each[1] > 0]:  # the host may be a step ahead
                 axes.broken_barh(busy, (-row - 0.4, 0.8), facecolors=COLORS[lane])
                 labels.append((-row, f"{name}: {lane}"))
                 row += 1
         axes.axvline(1e3 * step.seconds, color="black", linewidth=0.8, linestyle=":")
         row += 0.5
     axes.set_yticks([at for at, _ in labels], [label for _, label in labels])
+    axes.set_xlim(0, 1.01e3 * max(step.seconds for step in steps.values()))
     axes.set_xlabel("ms")
     axes.set_title(title)
     save(figure, path)
