@@ -42,8 +42,9 @@ def test_dry_run(size: str, ranks: int, depth: int) -> None:
     assert {name: empty.points[name] for name in points} == points
     peak = max(formula.peak_of_backward_of(i, accumulating=False) + min(i, count - 2) * SEEDS for i in range(count))
     norm = formula.unit.of(SIZES[size].shape.hidden, 4)  # torch's RMSNorm sums its weight's gradient in fp32
-    # (where the last layer holds most, the loss's gradient is used up by then)
-    assert empty.peak_of_backward - (during + peak + 2 * SCALAR) in (-SCALAR, 0, norm)
+    # by then the loss's gradient may be used up, or the block's own seeds
+    allowed = {more - less for more in (0, norm) for less in (0, SCALAR, SEEDS)}
+    assert empty.peak_of_backward - (during + peak + 2 * SCALAR) in allowed
     for point in ("after backward", "after the step", "after zero_grad"):
         assert steady.points[point] == points[point]
     assert steady.transfers == {"all_gather": 2 * count - 1, "reduce_scatter": count}
