@@ -10,6 +10,7 @@ import pytest
 from tests.support.footprint import Formula
 
 SCALAR = 512  # bytes that the allocator gives to one element
+SEEDS = 2 * SCALAR  # of a block's attention: flash saves its generator's seed and offset, dropout or not
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -31,17 +32,19 @@ def test_dry_run(size: str, ranks: int, depth: int) -> None:
     held, landed = formula.chunks + 2 * sum(formula.S), sum(formula.S)
     during = held + told
     points = {
-        **{f"forward of {i}": during + formula.forward_of(i) for i in range(1, count - 1)},
-        "between": during + formula.between() + SCALAR,  # and the loss
-        **{f"backward of {i}": during + formula.backward_of(i, accumulating=False) + 2 * SCALAR for i in range(1, count - 1)},
+        **{f"forward of {i}": during + formula.forward_of(i) + (i - 1) * SEEDS for i in range(1, count - 1)},
+        "between": during + formula.between() + SCALAR + (count - 2) * SEEDS,  # and the loss
+        **{f"backward of {i}": during + formula.backward_of(i, accumulating=False) + 2 * SCALAR + i * SEEDS for i in range(1, count - 1)},
         "after backward": during + landed,
         "after the step": held + landed,
         "after zero_grad": held,
     }
     assert {name: empty.points[name] for name in points} == points
-    peak = max(formula.peak_of_backward_of(i, accumulating=False) for i in range(count))
+    peak = max(formula.peak_of_backward_of(i, accumulating=False) + min(i, count - 2) * SEEDS for i in range(count))
     norm = formula.unit.of(SIZES[size].shape.hidden, 4)  # torch's RMSNorm sums its weight's gradient in fp32
-    assert empty.peak_of_backward - (during + peak + 2 * SCALAR) in (0, norm)
+    # by then the loss's gradient may be used up, or the block's own seeds
+    allowed = {more - less for more in (0, norm) for less in (0, SCALAR, SEEDS)}
+    assert empty.peak_of_backward - (during + peak + 2 * SCALAR) in allowed
     for point in ("after backward", "after the step", "after zero_grad"):
         assert steady.points[point] == points[point]
     assert steady.transfers == {"all_gather": 2 * count - 1, "reduce_scatter": count}

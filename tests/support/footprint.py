@@ -105,9 +105,10 @@ class Formula:
         return fetched + travelling + landed
 
     def peak_of_backward_of(self, i: int, *, accumulating: bool) -> int:
-        """When the last gradient of i has come in; or when all are about to be copied into the buffer that travels."""
+        """When the last gradient of i has come in; or when all are about to be copied into the buffer that travels, and i is released."""
         before = self.backward_of(i, accumulating=accumulating)
-        return self.P[i] + max(before, self.backward_of(i, accumulating=accumulating, over=self.depth > 0) + self.FG[i])
+        later = self.backward_of(i, accumulating=accumulating, over=self.depth > 0) - self.full(range(i, i + 1))
+        return self.P[i] + max(before, later + self.FG[i])
 
 
 class GlooFormula(Formula):

@@ -18,6 +18,10 @@ from torch.autograd.graph import Node
 
 __all__: list[str] = []
 
+# Copies each of some values into its place. On a GPU it is a kernel for many of them, if each has
+# the strides of its place.
+copy_together: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+
 _MARK = "zero3"  # key in a node's metadata
 _MAX_DEPTH = 8  # of nested outputs; deeper than any model returns
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, nn.Module)

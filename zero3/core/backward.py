@@ -1,7 +1,7 @@
 """One model's backward. It walks over the traces of forwards from their ends, and fetches, backs up
 and releases layers.
 
-    backward of layer i    back up and release i+1; wait fetch(i); start fetch(i-1); autograd
+    backward of layer i    release and back up i+1; wait fetch(i); start fetch(i-1); autograd
     end of backward        wait for all backups; then nothing is fetched or under way
 
 The numbers in comments, such as [B1], are those of "a step, call by call" in docs/design.md.
@@ -317,10 +317,10 @@ class Backward:
             return
         # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         state.check_unwritten()
+        state.calls_left = 0 if step.reduce else state.modules - 1
+        self.release(state)  # first: the buffer of its gradients may take its full buffer's memory
         if step.reduce and trace.reduces and (self.only is None or self._is_for(state)):
             self._back_up(state)
-        state.calls_left = 0 if step.reduce else state.modules - 1
-        self.release(state)
 
     def _finish(self, trace: LayerTrace) -> None:
         for step in trace.finish(complete=trace.reduces):

@@ -7,9 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .autograd import copy_together
 from .layout import ChunkLayout
 
 __all__: list[str] = []
+
+# elements of a gradient that is copied together with others: torch's kernel for several tensors
+# takes 21 million, so that a large one alone would be many kernels
+SMALL = 2**22
 
 
 class GradientBuffer:
@@ -73,8 +78,18 @@ class GradientBuffer:
             self.full = torch.empty(
                 self._layout.padded_numel, dtype=self._dtype, device=self._device
             )
+        places, values = [], []
         while self._came:
-            self._write(self.full, *self._came.popitem())
+            index, gradient = self._came.popitem()
+            small = gradient.numel() <= SMALL and gradient.layout == torch.strided
+            if small and index not in self._written:
+                self._written.add(index)
+                places.append(self._slot(self.full, index))
+                values.append(gradient)
+            else:
+                self._write(self.full, index, gradient)
+        if places:
+            copy_together(places, values)
         return self.full
 
     def _to_add_to(self) -> Tensor:

@@ -215,7 +215,7 @@ class CallStack(Generic[L]):
 class CallPhase(Enum):
     PENDING = "pending"  # backward has not reached it
     OPEN = "open"  # fetched for backward, gradients arriving
-    CLOSED = "closed"  # backed up and released
+    CLOSED = "closed"  # released and backed up
 
 
 @dataclass(eq=False, slots=True)

@@ -64,6 +64,7 @@ inline void synchronize(Queue* q, const std::string& why) {
   {
     std::lock_guard<std::mutex> lock(gpu.mutex);
     asked.waits.push_back(why);
+    written.note('h', why, q->number);
   }
   TORCH_CHECK(asked.sync_mode != 2, "called a synchronizing operation: ", why);
   wait_until(idle(q), {q}, q->device);
@@ -73,6 +74,13 @@ inline void enqueue(Queue* q, Task task) {
   // Events and waits for them only keep an order. The host goes on: Python's collector of cycles, in the thread of any rank, may end the
   // lanes of another rank's model, and a rank that waited there for the other's stream would be what that stream waits for.
   const bool in_order = gpu.eager && task.run;
+  if (task.records) {
+    written.note('r', task.name, q->number, task.records->id);
+  } else if (task.awaits) {
+    written.note('w', task.name, q->number, task.awaits->id);
+  } else {
+    written.note('k', task.name, q->number, 0, task.cost);
+  }
   if (asked.dry) {
     if (task.records) task.records->reached = true;
     return;
@@ -91,7 +99,11 @@ inline void enqueue(Queue* q, Task task) {
     gpu.changed.notify_all();
   }
 }
-inline void launch(Queue* q, std::string name, std::function<void()> run) { enqueue(q, Task{std::move(name), std::move(run)}); }
+inline void launch(Queue* q, std::string name, Cost cost, std::function<void()> run) {
+  Task task{std::move(name), std::move(run)};
+  task.cost = cost;
+  enqueue(q, std::move(task));
+}
 
 inline std::shared_ptr<Moment> moment_on(Queue* q) {
   auto moment = std::make_shared<Moment>();
@@ -112,6 +124,7 @@ struct Block {
   size_t size;
   int device, number;                     // the stream that it was allocated on, and where it may be handed out again
   std::set<std::pair<int, int>> used_on;  // other streams, told by record_stream
+  uint64_t id = 0;                        // in the log
 };
 
 // Freed, but other streams were said to use it: theirs until they have come to these moments.
@@ -152,8 +165,10 @@ inline void give_back_deferred() {
 inline void release(void* context) {
   std::lock_guard<std::mutex> lock(gpu.mutex);
   auto* b = (Block*)context;
+  written.note('f', "", b->number, b->id);
   memory.allocated[b->device] -= b->size;
   memory.live.erase(b->data);
+  if (asked.dry) b->used_on.clear();  // no stream comes to any moment
   if (b->used_on.empty()) return give_back(b);
   Deferred d{b, {}};
   for (auto& [device, number] : std::exchange(b->used_on, {})) {
@@ -194,6 +209,8 @@ struct Allocator final : c10::Allocator {
     memory.allocated[current_device] += size;
     memory.peak[current_device] = std::max(memory.peak[current_device], memory.allocated[current_device]);
     memory.live[b->data] = b;
+    b->id = next_number();
+    written.note('a', "", number, b->id, {0, (double)n});
     return {b->data, b, &release, device};
   }
   static void nothing(void*) {}
@@ -207,7 +224,9 @@ inline void use_on(const c10::DataPtr& p, int device, int number) {
   auto found = memory.live.find((char*)p.get());
   if (found == memory.live.end()) return;
   Block* b = found->second;
-  if (b->device != device || b->number != number) b->used_on.insert({device, number});
+  if (b->device == device && b->number == number) return;
+  b->used_on.insert({device, number});
+  written.note('u', "", number, b->id);
 }
 
 // What `UntypedStorage.resize_` does on CUDA: new memory of the current stream, and the old memory given back at once.
@@ -217,7 +236,7 @@ inline void resize_storage(c10::StorageImpl* storage, size_t n) {
   if (n && storage->data()) {
     char *to = (char*)fresh.get(), *from = (char*)storage->mutable_data();
     size_t keep = std::min(n, storage->nbytes());
-    launch(current(current_device), "resize_", [to, from, keep] { std::memcpy(to, from, keep); });
+    launch(current(current_device), "resize_", {0, 2.0 * keep}, [to, from, keep] { std::memcpy(to, from, keep); });
   }
   storage->set_data_ptr_noswap(std::move(fresh));
   storage->set_nbytes(n);

@@ -3,6 +3,7 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
@@ -53,13 +54,14 @@ inline Tensor& set_tensor(Tensor& self, const Tensor& t) { return set_storage(se
 
 // A copy between the device and the host's pinned memory is made when its turn comes, by addresses. For one from or to pageable memory the
 // host waits, whatever it asks for.
+inline Cost moved(double times, const Tensor& t) { return {0, times * t.numel() * t.element_size()}; }
 inline Tensor& copy_to_host(Tensor& self, const Tensor& src, bool later) {
   OnDevice guard(src.device().index());
   Queue* q = current(current_device);
   Place from = place_of(src.expand_as(self));
   if (later && pinned.may_copy_later(self)) {
     pinned.use_on(self, q);
-    launch(q, "copy_ to pinned memory", [to = place_of(self), from] { look_at(to).copy_(look_at(from)); });
+    launch(q, "copy_ to pinned memory", moved(1, self), [to = place_of(self), from] { look_at(to).copy_(look_at(from)); });
     return self;
   }
   synchronize(q, "copy_ to host");
@@ -72,13 +74,14 @@ inline void copy_from_host(Tensor& self, const Tensor& src, bool later) {
   Place to = place_of(self);
   if (later && pinned.may_copy_later(src)) {
     pinned.use_on(src, q);
-    launch(q, "copy_ from pinned memory", [to, from = place_of(src)] { look_at(to).copy_(look_at(from).expand(to.sizes)); });
+    launch(q, "copy_ from pinned memory", moved(1, self), [to, from = place_of(src)] { look_at(to).copy_(look_at(from).expand(to.sizes)); });
     return;
   }
   synchronize(q, "copy_ from host");
   if (!asked.dry) look_at(to).copy_(src.expand(to.sizes));
 }
 inline Tensor& copy_(Tensor& self, const Tensor& src, bool later) {
+  NotTheHosts excluded;
   if (self.numel() == 0) return self;
   if (!on_device(self)) return copy_to_host(self, src, later);
   OnDevice guard(self.device().index());
@@ -87,11 +90,37 @@ inline Tensor& copy_(Tensor& self, const Tensor& src, bool later) {
     return self;
   }
   if (src.device() != self.device()) synchronize(current(src.device().index()), "copy_ across devices");
-  launch(current(current_device), "copy_", [to = place_of(self), from = place_of(src)] { look_at(to).copy_(look_at(from).expand(to.sizes)); });
+  launch(current(current_device), "copy_", {0, bytes_of(self) + bytes_of(src)}, [to = place_of(self), from = place_of(src)] { look_at(to).copy_(look_at(from).expand(to.sizes)); });
   return self;
 }
 inline void record_stream(Tensor& self, c10::Stream s) { use_on(self.storage().data_ptr(), s.device_index(), s.id()); }
 inline int64_t attention_kernel(const Tensor&, const Tensor&, const Tensor&, const Opt<Tensor>&, double, bool, Opt<double>, bool) { return 0; }  // plain operators
+// With arithmetic attention is plain operators. A dry device chooses as a GPU does: flash, if it is in halves and without a mask.
+inline Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Opt<Tensor>& mask, double dropout, bool causal, Opt<double> scale, bool grouped) {
+  if (asked.dry && !mask && c10::isReducedFloatingType(q.scalar_type())) {
+    return std::get<0>(at::_scaled_dot_product_flash_attention(q, k, v, dropout, causal, false, scale));
+  }
+  return at::native::scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, grouped);
+}
+
+struct NoWarnings final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// Operators that are one kernel on a GPU, or a few for all tensors. The CPU's build of torch has them as a kernel for each tensor.
+inline bool is_one(const std::string& name) {
+  return name.starts_with("aten::_foreach_") || name == "aten::_chunk_cat" || name == "aten::split_with_sizes_copy" || name == "aten::silu_backward";
+}
+// A list of host tensors among them: torch copies one after another, on GPUs too.
+inline void copy_all(at::TensorList to, at::TensorList from, bool later) {
+  auto there = [](const Tensor& t) { return on_device(t); };
+  if (std::all_of(to.begin(), to.end(), there) && std::all_of(from.begin(), from.end(), there)) {
+    static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_foreach_copy_", "");
+    Stack stack{to, from, later};
+    return fallback(op, &stack);
+  }
+  for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], later);
+}
 
 inline void register_operators() {
   static torch::Library rest(torch::Library::IMPL, "_", key(), __FILE__, __LINE__);
@@ -112,5 +141,16 @@ inline void register_operators() {
   m.impl("copy_", copy_);
   m.impl("record_stream", record_stream);
   m.impl("_fused_sdp_choice", attention_kernel);
+  NoWarnings unsaid;
+  c10::WarningUtils::WarningHandlerGuard quiet(&unsaid);  // of kernels that these stand in front of
+  for (const auto& each : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (!is_one(each.name) || each.name == "aten::_foreach_copy_") continue;
+    const std::string name = each.name.substr(6) + (each.overload_name.empty() ? "" : "." + each.overload_name);
+    m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  m.impl("_foreach_copy_", copy_all);
+  m.impl("scaled_dot_product_attention", attention);
+  static torch::Library with_gradients(torch::Library::IMPL, "aten", c10::getAutogradKeyFromBackend(c10::toBackendComponent(key())), __FILE__, __LINE__);
+  with_gradients.impl("scaled_dot_product_attention", attention);
 }
 }  // namespace sim

@@ -29,6 +29,8 @@ void start(int devices, const std::string& type) {
   c10::SetAllocator(TYPE, &allocator, 1);
   if (TYPE == c10::DeviceType::PrivateUse1) at::RegisterPrivateUse1HooksInterface(&own_hooks);
   register_operators();
+  if (TYPE == c10::DeviceType::CUDA)
+    c10d::TimerRegistry()->Register(TYPE, [](Device d) -> std::unique_ptr<c10d::Timer> { return std::make_unique<NoTimer>(d); });
 }
 
 // After a run that broke: whatever is queued is dropped.
@@ -97,7 +99,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("resize_storage", [](py::object s, size_t n) { resize_storage(THPStorage_Unpack(s.ptr()).unsafeGetStorageImpl(), n); });
   m.def("sleep", [](int us) {
-    launch(current(current_device), "sleep", [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+    launch(current(current_device), "sleep", {}, [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
   });
   m.def("waits", [] { return locked([] { return std::exchange(asked.waits, {}); }); });
   m.def("event_waits", [] { return locked([] { return std::exchange(asked.event_waits, 0); }); });
@@ -109,4 +111,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("peak", [](int device) { return memory.peak[device]; });
   m.def("reset_peak", [](int device) { memory.peak[device] = memory.allocated[device]; });
   m.def("clear", &clear);
+  m.def("log", [](bool on) { written.on = on, written.depth = 0; });
+  m.def("mark", [](const std::string& name) { written.note('m', name, 0); });
+  m.def("take_log", [] {
+    py::list out;
+    for (auto& e : std::exchange(written.entries, {}))
+      out.append(py::make_tuple(std::string(1, e.kind), e.name, e.stream, e.id, e.cost.flops, e.cost.bytes, e.cost.narrow, e.cost.kernels, e.host));
+    return out;
+  });
 }

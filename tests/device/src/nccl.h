@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "operators.h"
 
@@ -115,7 +116,16 @@ inline void exchange(Communicator::Exchange& e, const std::string& kind, int roo
 struct StreamWork final : c10d::Work {
   std::shared_ptr<Moment> end;
   int device;
+  Ref<c10::ivalue::Future> future;  // what DDP waits for
   StreamWork(std::shared_ptr<Moment> end, int device) : end(std::move(end)), device(device) {}
+  StreamWork(Queue* q, const Tensors& results) : StreamWork(record(q), q->device) {
+    OnDevice guard(device);
+    const int before = std::exchange(current_stream[device], q->number);  // the future's event is this stream's
+    future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::vector<Device>{Device(TYPE, device)});
+    future->markCompleted(c10::IValue(results));
+    current_stream[device] = before;
+  }
+  Ref<c10::ivalue::Future> getFuture() override { return future; }
   bool isCompleted() override {
     std::lock_guard<std::mutex> lock(gpu.mutex);
     return end->reached;
@@ -125,6 +135,12 @@ struct StreamWork final : c10d::Work {
     return true;
   }
   void synchronize() override { wait({}); }
+};
+
+// DDP asks how long its parts took. Nobody knows.
+struct NoTimer final : c10d::Timer {
+  explicit NoTimer(Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
 
 struct SimulatedNccl final : c10d::Backend {
@@ -219,13 +235,17 @@ struct SimulatedNccl final : c10d::Backend {
 
   Ref<c10d::Work> issue(const std::string& kind, const Tensors& ins, const Tensors& outs, Manner manner) {
     const int device = (ins.empty() ? outs[0] : ins[0]).device().index();
-    if (asked.dry) return manner.async ? c10::make_intrusive<StreamWork>(record(current(device)), device) : nullptr;  // nobody else is there
+    if (asked.dry) {  // nobody else is there
+      Queue* q = manner.async ? stream_after_current(device) : current(device);
+      if (manner.async) use_all(ins, outs, q);
+      write(kind, ins, outs, q);
+      return manner.async ? c10::make_intrusive<StreamWork>(q, outs) : nullptr;
+    }
     Communicator& c = connect();
     auto in = places(ins, device, kind), out = places(outs, device, kind);
     Queue* q = manner.async ? stream_after_current(device) : current(device);
-    for (const Tensors* tensors : {&ins, &outs}) {  // on the current stream memory is a matter of that stream's order
-      for (const Tensor& t : *tensors) manner.async ? use_on(t.storage().data_ptr(), device, q->number) : void();
-    }
+    if (manner.async) use_all(ins, outs, q);  // on the current stream memory is a matter of that stream's order
+    write(kind, ins, outs, q);
     const uint64_t number = ++issued;
     {
       std::lock_guard<std::mutex> lock(gpu.mutex);
@@ -254,7 +274,21 @@ struct SimulatedNccl final : c10d::Backend {
     }
     gpu.changed.notify_all();
     if (gpu.eager && !manner.async) wait_until(idle(q), {q}, device);
-    return manner.async ? c10::make_intrusive<StreamWork>(record(q), device) : nullptr;
+    return manner.async ? c10::make_intrusive<StreamWork>(q, outs) : nullptr;
+  }
+
+  static void use_all(const Tensors& ins, const Tensors& outs, Queue* q) {
+    for (const Tensors* tensors : {&ins, &outs}) {
+      for (const Tensor& t : *tensors) use_on(t.storage().data_ptr(), q->device, q->number);
+    }
+  }
+
+  // In the log: the bytes of all ranks' parts together, and how many ranks there are.
+  void write(const std::string& kind, const Tensors& ins, const Tensors& outs, Queue* q) {
+    double in = 0, out = 0;
+    for (const Tensor& t : ins) in += (double)t.numel() * t.element_size();
+    for (const Tensor& t : outs) out += (double)t.numel() * t.element_size();
+    written.note('c', kind, q->number, (uint64_t)this, {0, std::max(in, out), 0, size_});
   }
 
   Queue* stream_after_current(int device) {

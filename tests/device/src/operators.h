@@ -6,13 +6,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "costs.h"
 #include "torch_device.h"
 
 namespace sim {
-using c10::IValue;
 using Stack = torch::jit::Stack;
-
-inline bool on_device(const Tensor& t) { return t.defined() && t.device().type() == TYPE; }
 
 inline void keep_number(const Tensor& from, Tensor& to) {
   if (from.unsafeGetTensorImpl()->is_wrapped_number()) to.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -179,7 +177,12 @@ struct Call {
       };
       results.push_back(mapped(metas[k], make, TYPE));
     }
-    launch(q, name, [op = op, arguments = Arguments(args), fresh] {
+    const Cost cost = sim::written.on ? cost_of(schema, name, args, results) : Cost();
+    if (asked.dry) {
+      launch(q, name, cost, nullptr);
+      return results;
+    }
+    launch(q, name, cost, [op = op, arguments = Arguments(args), fresh] {
       Stack host = arguments.on_cpu();
       op.callBoxed(host);
       for (auto& [k, places] : fresh) {
@@ -196,6 +199,7 @@ struct Call {
 };
 
 inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
+  NotTheHosts excluded;
   const auto& schema = op.schema();
   const size_t n = schema.arguments().size();
   std::vector<IValue> args(stack->end() - n, stack->end());
@@ -210,7 +214,8 @@ inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
     only_written = only_written && r.alias_info();
   }
   std::optional<std::vector<IValue>> shapes;
-  if (call.gives_tensors_only()) shapes = only_written && !call.has_out() ? std::vector<IValue>() : call.shapes();
+  // (attention's numbers are sizes)
+  if (call.gives_tensors_only() || has(name, "scaled_dot_product")) shapes = only_written && !call.has_out() ? std::vector<IValue>() : call.shapes();
   std::vector<IValue> results = shapes ? call.later(q, *shapes) : call.at_once(q);
   torch::jit::drop(*stack, n);
   for (auto& r : results) stack->push_back(r);

@@ -22,6 +22,8 @@
 #include <tuple>
 #include <vector>
 
+#include "log.h"
+
 namespace sim {
 using Time = std::chrono::steady_clock;
 constexpr size_t MOST_STREAMS = 1 << 16, MOST_DEVICES = 16;
@@ -33,6 +35,7 @@ struct Moment {
   Queue* on = nullptr;
   bool reached = false;
   Time::time_point time;
+  uint64_t id = next_number();
 };
 
 // A collective. On each device it starts when it comes to the head of its queue, and then waits there for the other ranks. When it has
@@ -53,6 +56,7 @@ struct Task {
   std::shared_ptr<Moment> records, awaits;
   std::shared_ptr<Meeting> meeting;
   bool started = false;
+  Cost cost;
 };
 
 struct Queue {

@@ -1,0 +1,3 @@
+from benchmarks.race.main import main
+
+main()

@@ -1,0 +1,57 @@
+"""zero3 beside FSDP2 on the simulated GPU: a small model on eight ranks, counted. Nothing here depends on how fast the machine is.
+
+What zero3 takes may only shrink: `MOST`. Cells of real sizes are in benchmarks/race.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+MOST = {"launches": 528, "gathered": 52_313_072, "copies": 95, "copied": 222_850_120, "exposed": 151e-6, "allocated": 106_200_064}
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, Any]:
+    """A steady step of zero3, and one of FSDP2 that keeps its last layer, as zero3 does; with a host that is free, and one that is not."""
+    from benchmarks.race.machines import H100
+    from benchmarks.race.record import record
+    from tests.device.clock import HOSTS, Clocks
+
+    found: dict[str, Any] = {}
+    for system, chosen in (("zero3", {}), ("fsdp2", {"keep_last": True})):
+        log = record(system, "small", 8, 2, 256, "none", steps=2, **chosen)
+        for host in ("free", "launches"):
+            found[f"{system}, {host}"] = Clocks(H100, HOSTS[host]).replay(log)[-1]
+    return found
+
+
+def test_zero3_asks_for_no_more_than_fsdp2(steps: dict[str, Any]) -> None:
+    ours, theirs = steps["zero3, free"], steps["fsdp2, free"]
+    assert ours.launches <= theirs.launches
+    assert ours.collectives["reduce_scatter"] <= theirs.collectives["reduce_scatter"]
+    assert ours.collectives["all_gather"] <= theirs.collectives["all_gather"] + 1  # ranks tell each other 16 bytes: what they moved
+    assert ours.moved["all_gather"] <= theirs.moved["all_gather"] + 16 * 8
+    assert ours.copies_in_compute <= theirs.copies_in_compute
+    assert ours.copied[0] <= theirs.copied[0]
+    assert not ours.waits
+
+
+@pytest.mark.parametrize("host", ["free", "launches"])
+def test_zero3s_step_takes_no_longer_than_fsdp2s(steps: dict[str, Any], host: str) -> None:
+    """Ratios up to 1.02 are equal."""
+    assert steps[f"zero3, {host}"].seconds <= 1.02 * steps[f"fsdp2, {host}"].seconds
+
+
+def test_zero3_exposes_no_more_than_fsdp2_where_the_host_counts(steps: dict[str, Any]) -> None:
+    assert steps["zero3, launches"].exposed <= steps["fsdp2, launches"].exposed
+
+
+def test_what_zero3_takes_only_shrinks(steps: dict[str, Any]) -> None:
+    ours = steps["zero3, free"]
+    found = {
+        "launches": ours.launches, "gathered": ours.moved["all_gather"], "copies": ours.copies_in_compute, "copied": ours.copied[0],
+        "exposed": ours.exposed, "allocated": ours.allocated,
+    }  # fmt: skip
+    assert not {name: (found[name], most) for name, most in MOST.items() if found[name] > most}
