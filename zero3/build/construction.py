@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from ..comm.agreement import agree, meeting
 from ..comm.communicator import Communicator
-from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for, decline
+from ..comm.factory import (
+    IDENTITY_BYTES,
+    Dealer,
+    Dealing,
+    WrongMesh,
+    any_device_of,
+    communicator_for,
+    decline,
+)
 from ..comm.plain_values import not_copied
 from ..conductors.comparing import conductor_for
 from ..core.casting import caller_for
@@ -32,6 +40,7 @@ from ..core.parameters import (
     own_modules,
 )
 from ..core.sites import ParameterSites
+from ..experts.at_home import AtHome
 from ..guards.backward_inputs import know_chunks
 from ..guards.first_step import watch_first_steps
 from ..guards.marks import mark, mark_ignored, mark_sharded
@@ -76,6 +85,7 @@ class Request:
     model: nn.Module | None = None  # the model that the module is a part of; None: it is the model
     # the modules that form the layer, where they are several; then `module` only holds them
     together: tuple[nn.Module, ...] = ()
+    dealer: Dealer | None = None  # of experts that stay with the ranks that own them
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -213,27 +223,37 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label
     communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
-    policy = request.policy
+    policy, behaviour = request.policy, behaviour_of(request.policy)
+    among: Communicator | Dealing = communicator
+    over = communicator
+    home: AtHome | None = None
+    if request.dealer is not None:
+        among = request.dealer.deal(device, communicator.channel)
+        communicator, over = among.whole, among.at
+        home = AtHome(request.module, among.among, among.block, dtypes_at_the_edges(policy))
+        behaviour = replace(behaviour, call=home)
     state = LayerState(
         label,
         communicator,
         device,
-        behaviour_of(policy),
+        behaviour,
         policy,
-        lambda subject: gradients_of(communicator, policy, subject),
+        lambda subject: gradients_of(communicator, over, policy, subject),
         len(request.modules),
     )
+    if home is not None:
+        home.serve(state)
     unloaded: set[str] = set()
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
         unloaded = {
             name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty
         }
-    groups = chunk_groups(examined.parameters, examined.formats, request.policy, device)
-    for group, place in zip(
-        groups, offloaded(groups, communicator, device, request.policy), strict=True
-    ):
-        chunk, found = new_chunk(group, communicator, device, unloaded, request.policy, place)
+    groups = chunk_groups(
+        examined.parameters, examined.formats, policy, device, apart=home is not None
+    )
+    for group, place in zip(groups, offloaded(groups, among, device, policy), strict=True):
+        chunk, found = new_chunk(group, among, device, unloaded, policy, place)
         given = [sites.parameter for sites in found]  # the layer may put others in their places
         state.add_chunk(chunk, found)
         mark(chunk.shard, state)

@@ -165,7 +165,7 @@ class ReduceScatter:
         chunk, full = gradient.account.chunk, gradient.full
         gradient.summed = (
             full
-            if full is not None and chunk.layout.world_size == 1
+            if full is not None and chunk.at.layout.world_size == 1
             else torch.empty(chunk.shard.shape, dtype=self._dtype, device=chunk.device)
         )
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..build.axes import chunk_of
 from ..build.host import host_of, memory_for
 from ..comm.agreement import agree, agreeing
-from ..core.chunk import Chunk
+from ..core.chunk import Chunk, Placement
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot
 from ..policy import dtypes_kept
@@ -151,14 +151,15 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
             values = memory_for(place, numel, stored, state.device, kept)
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
             where = place, state.device
-            made.append(chunk_of(layout, shard, where, state.communicator, state.policy, old.face))
+            whole = Placement.of(layout, state.communicator)
+            made.append(chunk_of(whole, shard, where, state.policy, old.face))
     return made
 
 
 @torch.no_grad()
 def _fill(family: Family, chunks: list[Chunk]) -> None:
     for old in family.chunks:
-        old.show_as_stored()
+        old.show_whole(as_stored=True)
         old.make_room()
         family.state.start_chunk(old)
         try:

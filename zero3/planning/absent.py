@@ -95,7 +95,9 @@ class AbsentRanks:
         with self.making():
             return _Adding(self, torch.empty_like(own), [shard], parts)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
+    ) -> Pending:
         return self._move(sent.nbytes - received.nbytes // self.shards, sent)
 
     def _move(self, nbytes: int, sent: Tensor) -> Pending:
