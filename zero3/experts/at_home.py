@@ -209,7 +209,7 @@ class AtHome:
             source = goes.view(-1).nonzero_static(size=sum(leave)).squeeze(1) % max(1, tokens)
         route = Route(source, leave, rows, sent, here, any(word >> _NEEDS for word in came))
         if state.gradients.holds and not inside_backward():
-            self._hold(state, route._replace(source=self._ends))
+            self._hold(state, route._replace(source=index.index_select(0, source).int()))
         return route
 
     # -- exchanges
@@ -265,7 +265,9 @@ class AtHome:
     # -- for `step_guard`
 
     def _hold(self, state: LayerState, route: Route) -> None:
-        """Notes the counts of a call, until its backward is over: each guard has its own."""
+        """Notes a call, with the experts' numbers that it sends in the place of `source`, until its
+        backward is over. Each guard has its own.
+        """
         if self._guarded_by is not state.conductor:
             self._guarded_by = state.conductor
             self._routes.clear()
@@ -282,12 +284,15 @@ class AtHome:
             sent, came = self.swap(way, words)
             if not again:
                 rows = [word & (1 << _PAIRS) - 1 for word in came]
-                self._hold(state, Route(words, sent, rows, sent, 0, needed=False))
+                nothing = torch.empty((0, 1), dtype=torch.int32, device=state.device)
+                self._hold(state, Route(nothing, sent, rows, sent, 0, needed=False))
             return
         route = self._routes[-1]
         state.log.entries.append(self._entries[way])
         rows = sum(route.received if way in (Way.BACK, Way.GRADIENTS_BACK) else route.sent)
         zeros = torch.zeros((rows, sum(self._widths[way])), dtype=torch.uint8, device=state.device)
+        if way is Way.THERE and rows:  # to the same experts again, since others recompute
+            zeros[:, -self._widths[way][-1] :] = route.source.view(torch.uint8)
         with self._naming[way]:
             self._swap_bytes(way, route, zeros)
         if way is Way.GRADIENTS_BACK:

@@ -54,11 +54,12 @@ def families(
     `place` tells a slot's place in the model. So cuts depend on the model alone, and not on earlier
     cuts.
     """
-    found: dict[tuple[LayerState, bool, torch.dtype, torch.dtype], list[Chunk]] = {}
+    found: dict[tuple[LayerState, object, torch.dtype, torch.dtype], list[Chunk]] = {}
     for state in states:
         for chunk in state.chunks:
             if chunk.shard.requires_grad:
-                key = state, chunk.trainable_when_wrapped, chunk.shard.dtype, chunk.own_dtype
+                kind = chunk if chunk.in_part else chunk.trainable_when_wrapped
+                key = state, kind, chunk.shard.dtype, chunk.own_dtype
                 found.setdefault(key, []).append(chunk)
     result = []
     for (state, *_), chunks in found.items():
@@ -73,6 +74,7 @@ def new_cuts(
     """Returns the families whose layouts have to change, with the new layouts. Owners are balanced
     over the whole model.
     """
+    found = [family for family in found if not family.chunks[0].in_part]  # their cuts stay
     world_size = found[0].state.communicator.shards if found else 1
     if world_size == 1:
         return []  # a single rank has every parameter whole
