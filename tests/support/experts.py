@@ -55,7 +55,7 @@ class Block(nn.Module):
             which = torch.zeros_like(which)
         elif self.routes == "first":
             which = which % 2
-        if self.checkpoints:
+        if self.checkpoints and torch.is_grad_enabled():
             made = checkpoint(self.experts, hidden, which, weights, use_reentrant=self.checkpoints == "reentrant")
         else:
             made = self.experts(hidden, how_much=weights, which=which)
@@ -71,7 +71,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.checkpoints == "reentrant") if self.checkpoints else block(x)
+            x = checkpoint(block, x, use_reentrant=self.checkpoints == "reentrant") if self.checkpoints and torch.is_grad_enabled() else block(x)
         return self.last(x)
 
 
