@@ -521,6 +521,7 @@ AXES: dict[str, dict[str, Row]] = {
     },
     "reduce_format": {"Int8": field("reduce_format", Int8(block_size=1), tolerance=1e-8, streams=True)},
     "master_dtype": {"fp32": field("master_dtype", torch.float32, tolerance=FP32, streams=True)},
+    "expert_parallel": {"True": field("expert_parallel", True, shape={"experts": True}, streams=True)},
     # -- what is not a field. Contexts around a micro-batch are entered in this order.
     "ranks": {
         "1": Row("ranks", world=(0, 1)),

@@ -89,10 +89,12 @@ def check_mesh(process_group: object, *, expert_parallel: bool) -> None:
 
 
 def inputs_of(module: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments that a module's forward needs."""
+    """The names of the first three arguments of a module's forward. None, if it needs more."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = inspect.signature(module.forward).parameters.values()
-    return tuple(each.name for each in found if each.default is each.empty and each.kind in kinds)
+    inputs = [each for each in found if each.kind in kinds]
+    needed = [each for each in inputs if each.default is each.empty]
+    return tuple(each.name for each in inputs[:3]) if len(needed) <= 3 else ()
 
 
 def cuts(experts: int, blocks: int) -> tuple[int, ...]:

@@ -242,7 +242,7 @@ def _checked(name: str, answer: Any) -> dict[str, Any]:
 def _check_experts(name: str, answer: Mapping[str, Any], *, shares: int) -> None:
     if "align" in answer:
         raise ValueError(
-            f"options({name!r}) returned align={answer['align']}, and the parameter is one of "
+            f"param_groups: options({name!r}) returned align={answer['align']}, and it is one of "
             "experts that stay at home (expert_parallel=True), whose cuts are those of experts: "
             "leave out align for it"
         )
