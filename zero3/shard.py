@@ -202,9 +202,7 @@ def _agreed_partition(
     return partition
 
 
-def _partitioned(
-    common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf
-) -> _Partition:
+def _partitioned(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Partition:
     model = common.module
     common = replace(common, device=device_of(common, lambda module: False))
     if layers_of(model):
@@ -236,7 +234,7 @@ def _experts_at_home(
             the policy is not.
     """
     whole = policy if isinstance(policy, ShardingPolicy) else None
-    if whole is not None and not whole.expert_parallel or not (whole or callable(policy)):
+    if (whole is not None and not whole.expert_parallel) or not (whole or callable(policy)):
         check_mesh(common.process_group, expert_parallel=False)
         return []
     found = [Candidate(*each) for each in experts_in(model)]

@@ -3,7 +3,8 @@
     python benchmarks/architectures/main.py --help
 
 Of each class a model is made from its own default configuration with small sizes and random weights. Two gloo processes train it,
-with experts at home if it has any, with checkpointing, with LoRA on all its linear layers, generate, load and save; plain copies of it do the same, and say what is right.
+with experts at home if it has any, with checkpointing, with LoRA on all its linear layers, generate, load and save; plain copies of it
+do the same, and say what is right.
 `--sizes` builds the default configurations themselves, without memory, and says how large the root's own layer is beside the others.
 Results go into a file line by line, and what is in it already is not done again: a sweep that was stopped goes on.
 """

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
-from tests.support.experts import Training, made, tokens
+from tests.support.experts import Training
 from tests.support.processes import Rank, on_ranks
 
 

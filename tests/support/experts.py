@@ -71,7 +71,11 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.checkpoints == "reentrant") if self.checkpoints and torch.is_grad_enabled() else block(x)
+            x = (
+                checkpoint(block, x, use_reentrant=self.checkpoints == "reentrant")
+                if self.checkpoints and torch.is_grad_enabled()
+                else block(x)
+            )
         return self.last(x)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -221,22 +221,18 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     watch_first_steps()
     examined = _examine(request, is_layer)
     note = examined.agree()
-    communicator, device, label = examined.communicator, examined.device, examined.label
-    communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
-    policy, behaviour = request.policy, behaviour_of(request.policy)
-    among: Communicator | Dealing = communicator
-    over = communicator
-    home: AtHome | None = None
-    if request.dealer is not None:
-        among = request.dealer.deal(device, communicator.channel)
-        communicator, over = among.whole, among.at
-        home = AtHome(request.module, among.among, among.block, dtypes_at_the_edges(policy))
-        behaviour = replace(behaviour, call=home)
+    device, label, policy = examined.device, examined.label, request.policy
+    dealing = request.dealer and request.dealer.deal(examined.communicator, device)
+    shared = (dealing.at, dealing.among) if dealing else ()
+    for communicator in (examined.communicator, *shared):
+        communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
+    communicator, over = (dealing.whole, dealing.at) if dealing else (communicator, communicator)
+    home = AtHome(request.module, dealing, dtypes_at_the_edges(policy)) if dealing else None
     state = LayerState(
         label,
         communicator,
         device,
-        behaviour,
+        behaviour_of(policy, home),
         policy,
         lambda subject: gradients_of(communicator, over, policy, subject),
         len(request.modules),
@@ -249,17 +245,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         unloaded = {
             name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty
         }
-    groups = chunk_groups(
-        examined.parameters, examined.formats, policy, device, apart=home is not None
-    )
-    for group, place in zip(groups, offloaded(groups, among, device, policy), strict=True):
-        chunk, found = new_chunk(group, among, device, unloaded, policy, place)
-        given = [sites.parameter for sites in found]  # the layer may put others in their places
-        state.add_chunk(chunk, found)
-        mark(chunk.shard, state)
-        for sites, parameter in zip(found, given, strict=True):
-            for each in (parameter, sites.parameter):
-                mark_sharded(each, f"{sites.name!r} of layer {label}", state)
+    _add_chunks(state, examined, dealing or communicator, unloaded)
     alone = [parameter for parameter in examined.ignored if mark_ignored(parameter, state)]
     mean = policy.gradient_reduction == "mean"
     state.gradients.leave_alone(
@@ -276,9 +262,25 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     return state
 
 
-def behaviour_of(policy: ShardingPolicy) -> Behaviour:
+def _add_chunks(
+    state: LayerState, examined: _Examined, among: Communicator | Dealing, unloaded: set[str]
+) -> None:
+    policy, device, label = examined.request.policy, examined.device, examined.label
+    apart = isinstance(among, Dealing)
+    groups = chunk_groups(examined.parameters, examined.formats, policy, device, apart=apart)
+    for group, place in zip(groups, offloaded(groups, among, device, policy), strict=True):
+        chunk, found = new_chunk(group, among, device, unloaded, policy, place)
+        given = [sites.parameter for sites in found]  # the layer may put others in their places
+        state.add_chunk(chunk, found)
+        mark(chunk.shard, state)
+        for sites, parameter in zip(found, given, strict=True):
+            for each in (parameter, sites.parameter):
+                mark_sharded(each, f"{sites.name!r} of layer {label}", state)
+
+
+def behaviour_of(policy: ShardingPolicy, home: AtHome | None = None) -> Behaviour:
     return Behaviour(
-        call=caller_for(*dtypes_at_the_edges(policy)),
+        call=home or caller_for(*dtypes_at_the_edges(policy)),
         conductor=conductor_for(policy.compare_every),
         lifetime=lifetime_of(policy),
         rounding=rounding(policy),

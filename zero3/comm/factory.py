@@ -103,9 +103,8 @@ class Dealer:
             return int(self._group.size(1))
         return communicator_for(self._group, device).shards
 
-    def deal(self, device: torch.device, channel: int) -> Dealing:
-        """For the layer that has the number `channel` among all ranks, if there are blocks."""
-        whole = communicator_for(self._group, device)
+    def deal(self, whole: Communicator, device: torch.device) -> Dealing:
+        """For a layer whose communicator, of all ranks, is `whole`, if there are blocks."""
         at: Communicator = SoloCommunicator()
         among = whole
         if is_dealt(self._group):
@@ -114,8 +113,6 @@ class Dealer:
             whole = whole if at.world_size == 1 else BlocksCommunicator(whole, blocks)
         elif isinstance(whole, MeshCommunicator):
             at, among = whole.of_one_shard(), whole.row
-        for each in (whole, at, among):
-            each.channel = channel
         block = among.rank
         if self._twin is not None:
             return Dealing(whole, at, self._twin, block)

@@ -143,7 +143,7 @@ class GlooCommunicator(GroupCommunicator):
         if not sent.numel() and into is None:
             return Done()
         slices, others = self._slices(sent, bounds), self._others()
-        places: Sequence[Tensor] = (
+        places: Sequence[Tensor] | Tensor = (
             received.view(self.world_size, received.numel() // self.world_size)
             if into is None
             else cut(received, into)

@@ -160,14 +160,6 @@ class BlocksCommunicator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    @property
-    def channel(self) -> int:
-        return self._inner.channel
-
-    @channel.setter
-    def channel(self, number: int) -> None:
-        self._inner.channel = number
-
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         of_ranks = self._of_ranks(bounds or ())
         gathered = torch.empty_like(full)

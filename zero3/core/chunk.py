@@ -8,6 +8,7 @@ travel, and its face what the parameters are in the full buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -116,7 +117,8 @@ class Here:
 # -- the placement: among whom values travel
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Placement:
     """Among whom a chunk is gathered, and its gradients are reduced."""
 
     layout: ChunkLayout
@@ -473,21 +475,18 @@ class Chunk:
         dtype and not the compute dtype, so that they are exact.
         """
         exact = as_stored and self.casts
-        if self._usual is None and (exact or self.in_part):
+        if self._usual is None and (exact or self.in_part) and not self.full.filled:
             self._usual = self.wire, self.full
             self.full = self._new_buffer(self.shard.dtype if exact else self.compute_dtype)
             if exact:
                 self.wire = Plain()
 
-    def make_room(self, *, whole: bool = False, as_stored: bool = False) -> None:
+    def make_room(self) -> None:
         """[fetch 2] Allocates the full buffer, before ranks rely on the gather: memory may run out
-        on one rank alone. `whole`, `as_stored`: see `show_whole`.
+        on one rank alone.
         """
         full = self.full
         if not full.filled:
-            if whole:
-                self.show_whole(as_stored=as_stored)
-                full = self.full
             full.allocate()
             if not full.is_chunk:
                 self.room = self.wire.room(self, full.tensor)

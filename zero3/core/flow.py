@@ -34,6 +34,7 @@ class Among:
 
     communicator: Communicator  # asked where values are asked of all ranks
     averaged_over: int  # the number of ranks for the mean: fewer if some have no data left
+    sums: Communicator  # those that have a share in them
 
     def ask(self, communicator: Communicator) -> None:
         self.communicator = communicator

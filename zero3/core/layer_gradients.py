@@ -61,9 +61,8 @@ class LayerGradients:
         # what a backward does with them, unless they are deferred: a text that ranks compare
         self.fate = _REDUCED
         self.holds = 0  # the number of `step_guard` contexts that the layer is in
-        self.among = Among(communicator, communicator.world_size)
+        self.among = Among(communicator, communicator.world_size, over)
         self._waits, self._new_account, self._dtype_for = waits, new_account, dtype_for
-        self._over = over
         self._entry = Entry("reducing", subject, 2 * communicator.channel)
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
         self._hooked: dict[int, ShardedParameter] = {}  # by the id of the parameter
@@ -137,7 +136,7 @@ class LayerGradients:
         """Whether reductions are left for later: under `no_sync` and at stage 1. On one rank that
         would only cost memory.
         """
-        return (self.deferrals > 0 or self._waits) and self._over.world_size > 1
+        return (self.deferrals > 0 or self._waits) and self.among.sums.world_size > 1
 
     @property
     def may_reduce(self) -> bool:
@@ -150,7 +149,7 @@ class LayerGradients:
         """
         if not replicas_only:
             self.deferrals += contexts
-        elif self._over.shards < self._over.world_size:
+        elif self.among.sums.shards < self.among.sums.world_size:
             self._replica_deferrals += contexts
             self.fate = _IN_EACH_REPLICA if self._replica_deferrals else _REDUCED
 

@@ -218,7 +218,9 @@ class LayerState:
         self._check_loaded()
         self.presence = Presence.FETCHING
         for chunk in self.chunks:
-            chunk.make_room(whole=self.pinning, as_stored=self.as_stored)
+            if self.pinning:
+                chunk.show_whole(as_stored=self.as_stored)
+            chunk.make_room()
         if self.chunks:
             with self.fetch_span:
                 self.conductor.conduct(Gather(self))

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures
+from ..comm.factory import Dealing
 from ..comm.log import Entry
 from ..core.autograd import inside_backward
 from ..core.casting import cast
@@ -49,12 +49,14 @@ _DOING = (
 
 # One word of 64 bits tells a rank how many rows come, of how many pairs of a token and an expert,
 # and whether their rank needs gradients.
-_PAIRS, _NEEDS = 31, 62
+_PAIRS, _NEEDS = 31, 62  # from which bit on
+_ROWS = (1 << _PAIRS) - 1
 
 
 class Route(NamedTuple):
     """Where the tokens of one call go."""
 
+    home: Any  # an `AtHome`
     source: Tensor  # [n] which token each row is that this rank sends, rank by rank
     sent: Sequence[int]  # rows, to each rank
     received: Sequence[int]
@@ -91,13 +93,11 @@ class AtHome:
     def __init__(
         self,
         module: nn.Module,
-        among: Communicator,
-        block: int,
+        dealing: Dealing,
         casts: tuple[torch.dtype | None, torch.dtype | None],
     ) -> None:
-        """`among`: the ranks that have the other blocks; `block`: this rank's. `casts`: the dtypes
-        of hidden states and of the result.
-        """
+        """`casts`: the dtypes of hidden states and of the result."""
+        among, block = dealing.among, dealing.block
         self.experts: int = module.num_experts  # type: ignore[assignment]
         self.first, self.end = cuts(self.experts, among.world_size)[block : block + 2]
         self._names, self._casts, self._among = inputs_of(module), casts, among
@@ -132,12 +132,16 @@ class AtHome:
         if state.pinned:
             return cast(self._whole(state, module, hidden, index, weights, **given), self._casts[1])
         try:
-            return cast(self._travel(state, module, (hidden, index, weights), given), self._casts[1])
+            return cast(
+                self._travel(state, module, (hidden, index, weights), given), self._casts[1]
+            )
         finally:
             if not inside_backward():
                 state.keep()  # outside of the module's own forward, nobody sees a part of experts
 
-    def _whole(self, state: LayerState, module: Callable[..., Any], /, *args: Any, **kw: Any) -> Any:
+    def _whole(
+        self, state: LayerState, module: Callable[..., Any], /, *args: Any, **kw: Any
+    ) -> Any:
         """All experts are here."""
         if torch.is_grad_enabled() and not state.resident and state.trainable():
             raise RuntimeError(
@@ -161,7 +165,7 @@ class AtHome:
         route = self._find_route(state, index, needs=needs)
         anchor = hidden.new_empty(0, requires_grad=route.needed)
         sent = hidden, weights, index.to(torch.int32)
-        rows, weight, number = _There.apply(*sent, anchor, self, route)
+        rows, weight, number = _There.apply(*sent, anchor, route)  # type: ignore[no-untyped-call]
         held = (number >= self.first) & (number < self.end)
         # a rank that answers without computing sends zeros: then the micro-batch is dropped anyway
         pairs = held.view(-1).nonzero_static(size=route.pairs, fill_value=0).squeeze(1)
@@ -173,8 +177,9 @@ class AtHome:
             made = self._compute(module, rows.index_select(0, row), own, weight, more)
         else:
             made = rows.index_select(0, row)
-        added = _AddUp.apply(made, row, rows)
-        return _Back.apply(added, anchor, self, route, len(hidden))
+        added = _AddUp.apply(made, row, rows)  # type: ignore[no-untyped-call]
+        found: Tensor = _Back.apply(added, anchor, route, len(hidden))  # type: ignore[no-untyped-call]
+        return found
 
     def _compute(
         self,
@@ -186,7 +191,8 @@ class AtHome:
     ) -> Tensor:
         module.num_experts = self.end - self.first
         try:
-            return module(rows, number, weight, **more)
+            made: Tensor = module(rows, number, weight, **more)
+            return made
         finally:
             module.num_experts = self.experts
 
@@ -203,11 +209,11 @@ class AtHome:
             pairs.scatter_add_(0, owner.reshape(-1), torch.ones_like(owner).reshape(-1))
             words = goes.sum(1) + (pairs << _PAIRS) + (int(needs) << _NEEDS)
             sent, came = self._conduct(state, Way.COUNTS, words)
-            rows = [word & (1 << _PAIRS) - 1 for word in came]
-            here = sum(word >> _PAIRS & (1 << _PAIRS) - 1 for word in came)
-            leave = [word & (1 << _PAIRS) - 1 for word in sent]
+            rows = [word & _ROWS for word in came]
+            here = sum(word >> _PAIRS & _ROWS for word in came)
+            leave = [word & _ROWS for word in sent]
             source = goes.view(-1).nonzero_static(size=sum(leave)).squeeze(1) % max(1, tokens)
-        route = Route(source, leave, rows, sent, here, any(word >> _NEEDS for word in came))
+        route = Route(self, source, leave, rows, sent, here, any(word >> _NEEDS for word in came))
         if state.gradients.holds and not inside_backward():
             self._hold(state, route._replace(source=index.index_select(0, source).int()))
         return route
@@ -247,7 +253,7 @@ class AtHome:
             cut.contiguous().view(each.dtype).view(-1, each.shape[1])
             if len(cut)
             else each.new_empty((0, each.shape[1]))
-            for cut, each in zip(came.split(widths, 1), parts, strict=True)
+            for cut, each in zip(torch.split(came, list(widths), 1), parts, strict=True)
         ]
 
     def _swap_bytes(self, way: Way, route: Route, flat: Tensor) -> Tensor:
@@ -283,15 +289,15 @@ class AtHome:
             words = torch.tensor(told, dtype=torch.int64, device=state.device)
             sent, came = self.swap(way, words)
             if not again:
-                rows = [word & (1 << _PAIRS) - 1 for word in came]
+                rows = [word & _ROWS for word in came]
                 nothing = torch.empty((0, 1), dtype=torch.int32, device=state.device)
-                self._hold(state, Route(nothing, sent, rows, sent, 0, needed=False))
+                self._hold(state, Route(self, nothing, sent, rows, sent, 0, needed=False))
             return
         route = self._routes[-1]
         state.log.entries.append(self._entries[way])
-        rows = sum(route.received if way in (Way.BACK, Way.GRADIENTS_BACK) else route.sent)
-        zeros = torch.zeros((rows, sum(self._widths[way])), dtype=torch.uint8, device=state.device)
-        if way is Way.THERE and rows:  # to the same experts again, since others recompute
+        n = sum(route.received if way in (Way.BACK, Way.GRADIENTS_BACK) else route.sent)
+        zeros = torch.zeros((n, sum(self._widths[way])), dtype=torch.uint8, device=state.device)
+        if way is Way.THERE and n:  # to the same experts again, since others recompute
             zeros[:, -self._widths[way][-1] :] = route.source.view(torch.uint8)
         with self._naming[way]:
             self._swap_bytes(way, route, zeros)
@@ -322,28 +328,29 @@ class _There(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weights: Tensor,
         number: Tensor,
         anchor: Tensor,
-        home: AtHome,
         route: Route,
     ) -> tuple[Tensor, ...]:
         """`anchor`: requires a gradient if any rank's tokens do."""
-        ctx.home, ctx.route, ctx.shapes = home, route, (hidden.shape, weights.shape)
+        ctx.route, ctx.shapes = route, (hidden.shape, weights.shape)
         parts = [each.index_select(0, route.source) for each in (hidden, weights, number)]
-        rows, weight, numbers = home.travels(Way.THERE, route, *parts)
+        rows, weight, numbers = route.home.travels(Way.THERE, route, *parts)
         ctx.mark_non_differentiable(numbers)
         return rows, weight, numbers
 
     @staticmethod
-    def backward(ctx: Any, rows: Tensor, weight: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, rows: Tensor, weight: Tensor, _: Any) -> Any:
         route, shapes = ctx.route, ctx.shapes
-        both = ctx.home.travels(Way.GRADIENTS_BACK, route, rows, weight)
-        found = (_summed(each, route.source, shape) for each, shape in zip(both, shapes, strict=True))
-        return *found, None, None, None, None
+        both = route.home.travels(Way.GRADIENTS_BACK, route, rows, weight)
+        found = (
+            _summed(each, route.source, shape) for each, shape in zip(both, shapes, strict=True)
+        )
+        return *found, None, None, None
 
 
 class _AddUp(torch.autograd.Function):
@@ -355,29 +362,28 @@ class _AddUp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, row: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, made: Tensor, row: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(row)
-        ctx.dtype = made.dtype
+        ctx.of_made = made.dtype
         return _summed(made, row, rows.shape).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (row,) = ctx.saved_tensors
-        return gradient.index_select(0, row).to(ctx.dtype), None, None
+        return gradient.index_select(0, row).to(ctx.of_made), None, None
 
 
 class _Back(torch.autograd.Function):
     """Rows `[n, H]` -> what the owners of a token's experts have made of it, added up: `[T, H]`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, rows: Tensor, anchor: Tensor, home: AtHome, route: Route, tokens: int
-    ) -> Tensor:
-        ctx.home, ctx.route = home, route
-        (back,) = home.travels(Way.BACK, route, rows)
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, route: Route, tokens: int) -> Tensor:
+        ctx.route = route
+        (back,) = route.home.travels(Way.BACK, route, rows)
         return _summed(back, route.source, torch.Size((tokens, rows.shape[1])))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        rows = gradient.index_select(0, ctx.route.source)
-        return ctx.home.travels(Way.GRADIENTS_THERE, ctx.route, rows)[0], None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        route = ctx.route
+        rows = gradient.index_select(0, route.source)
+        return route.home.travels(Way.GRADIENTS_THERE, route, rows)[0], None, None, None

@@ -56,10 +56,12 @@ def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
     inside = {id(module) for _, module in found}
     for name, module in model.named_modules():  # peft's `target_parameters`
         adapted = getattr(module, "parameter_name", None)
-        if type(module).__name__ == "ParamWrapper" and any(id(m) in inside for m in module.modules()):
+        if type(module).__name__ == "ParamWrapper" and any(
+            id(m) in inside for m in module.modules()
+        ):
             raise ValueError(
-                f"expert_parallel=True, and an adapter of peft changes parameter {adapted!r} of the "
-                f"experts {name!r} (target_parameters): its factors would have to be cut as the "
+                f"expert_parallel=True, and an adapter of peft changes parameter {adapted!r} of "
+                f"experts, {name!r} (target_parameters): its factors would have to be cut as the "
                 "experts are. Train adapters on other modules (target_modules)"
             )
     return found
