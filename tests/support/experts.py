@@ -23,7 +23,7 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = experts
         self.up, self.down = nn.Parameter(torch.randn(experts, 8, H) * 0.4), nn.Parameter(torch.randn(experts, H, 8) * 0.4)
-        self.bias = nn.Parameter(torch.randn(experts, 8) * 0.1)
+        self.bias, self.norm = nn.Parameter(torch.randn(experts, 8) * 0.1), nn.LayerNorm(H)  # experts share the norm
         self.fails = False
         self.calls: list[tuple[int, ...]] = []  # what each call has seen
 
@@ -36,7 +36,7 @@ class Experts(nn.Module):
         for expert in range(self.num_experts):
             row, slot = (which == expert).nonzero(as_tuple=True)
             made = torch.tanh(x[row] @ self.up[expert].t() + self.bias[expert]) @ self.down[expert].t()
-            out = out.index_add(0, row, made * how_much[row, slot, None].to(made.dtype))
+            out = out.index_add(0, row, self.norm(made) * how_much[row, slot, None].to(made.dtype))
         return out
 
 

@@ -34,7 +34,7 @@ def chunk_groups(
     apart: bool,
 ) -> list[list[ParameterSites]]:
     """Groups parameters by (trainable or frozen, dtype or quantised): a chunk for each group, in
-    the order of groups' first parameters. `apart`: each is a group of its own.
+    the order of groups' first parameters. `apart`: the module's own are groups of their own.
     """
     groups: dict[object, list[ParameterSites]] = {}
     faces = {
@@ -50,7 +50,7 @@ def chunk_groups(
         elif sites.parameter.requires_grad and policy.master_dtype is not None:
             own = sites.parameter.dtype
             sites.become(masters.setdefault(own, Views(own, master_dtype(policy, own))), None)
-        groups.setdefault(sites.name if apart else key, []).append(sites)
+        groups.setdefault(sites.name if apart and _is_own(sites) else key, []).append(sites)
     return list(groups.values())
 
 
@@ -86,11 +86,18 @@ def offloaded(
     return found
 
 
+def _is_own(sites: ParameterSites) -> bool:
+    """Whether it is a parameter of the layer's module itself."""
+    return "." not in sites.name
+
+
 def _placed(
     group: list[ParameterSites], among: Communicator | Dealing
 ) -> tuple[Placement, Placement | None]:
     """Of a group's chunk: of all values, and of those that this rank computes with, if not all."""
     shapes = [(sites.name, sites.face.stored(sites)[0]) for sites in group]
+    if isinstance(among, Dealing) and not _is_own(group[0]):
+        among = among.ranks  # what experts share, such as a norm, is cut as everything else
     if not isinstance(among, Dealing):
         return Placement.of(ChunkLayout.build(shapes, among.shards), among), None
     (named,) = shapes

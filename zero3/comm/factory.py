@@ -82,7 +82,8 @@ def is_dealt(process_group: Any) -> bool:
 class Dealing(NamedTuple):
     """Ranks among whom a layer's parameters are dealt in blocks, and who share a block."""
 
-    whole: Communicator  # all ranks of a replica; slices in the order of blocks
+    ranks: Communicator  # all of them, in their order
+    whole: Communicator  # the same; slices in the order of blocks
     at: Communicator  # the ranks that share this rank's block, and its replicas
     among: Communicator  # those among whom blocks are dealt
     block: int  # which is this rank's
@@ -106,7 +107,7 @@ class Dealer:
     def deal(self, whole: Communicator, device: torch.device) -> Dealing:
         """For a layer whose communicator, of all ranks, is `whole`, if there are blocks."""
         at: Communicator = SoloCommunicator()
-        among = whole
+        among = ranks = whole
         if is_dealt(self._group):
             at, among = (communicator_for(self._group.get_group(dim), device) for dim in (0, 1))
             blocks = among.world_size
@@ -115,10 +116,10 @@ class Dealer:
             at, among = whole.of_one_shard(), whole.row
         block = among.rank
         if self._twin is not None:
-            return Dealing(whole, at, self._twin, block)
+            return Dealing(ranks, whole, at, self._twin, block)
         own = among.duplicate()
         self._twin = None if own is among else own
-        return Dealing(whole, at, own, block)
+        return Dealing(ranks, whole, at, own, block)
 
 
 def process_group_of(communicator: Communicator) -> Any:

@@ -147,8 +147,8 @@ class BlocksCommunicator:
         ranks      0 1 | 2 3        two ranks share a block: the first of each row the first one
         slices     0 2 | 1 3
 
-    Its gathers and scatters have `bounds`. They are for reading and writing, not for training:
-    what was gathered is copied once more.
+    These slices have `bounds`. Their gathers and scatters are for reading and writing, not for
+    training: what was gathered is copied once more. Without bounds slices are those of the ranks.
     """
 
     def __init__(self, inner: Communicator, blocks: int) -> None:
@@ -161,10 +161,11 @@ class BlocksCommunicator:
         return getattr(self._inner, name)
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
-        of_ranks = self._of_ranks(bounds or ())
-        gathered = torch.empty_like(full)
+        if bounds is None:
+            return self._inner.all_gather(full, shard)
+        of_ranks, gathered = self._of_ranks(bounds), torch.empty_like(full)
         pending = self._inner.all_gather(gathered, shard, of_ranks)
-        return Then(pending, partial(self._sort, gathered, full, bounds or (), of_ranks))
+        return Then(pending, partial(self._sort, gathered, full, bounds, of_ranks))
 
     def _of_ranks(self, bounds: tuple[int, ...]) -> tuple[int, ...]:
         lengths = [stop - start for start, stop in pairwise(bounds)]
@@ -177,8 +178,10 @@ class BlocksCommunicator:
             full[bounds[index] : bounds[index + 1]] = gathered[start:stop]
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        if bounds is None:
+            return self._inner.scatter(shard, slices)
         of_ranks = None if slices is None else [slices[index] for index in self._slices]
-        return self._inner.scatter(shard, of_ranks, self._of_ranks(bounds or ()))
+        return self._inner.scatter(shard, of_ranks, self._of_ranks(bounds))
 
     def same_ranks(self, other: Communicator) -> bool:
         return self._inner.same_ranks(other._inner if isinstance(other, type(self)) else other)

@@ -19,17 +19,19 @@ Shape = tuple[int, ...]
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds experts that may stay on different ranks: it has an integer
-    `num_experts`, which is the first dimension of all of its parameters, one of these has three
-    dimensions, and its forward takes (hidden_states, top_k_index, top_k_weights).
+    `num_experts`, which is the first dimension of all of its own parameters, one of these has three
+    dimensions, and its forward takes (hidden_states, top_k_index, top_k_weights). Modules inside of
+    it, such as a norm, hold no experts.
     """
     count = getattr(module, "num_experts", None)
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    inside = [each for child in module.children() for each in child.parameters()]
     return (
         type(count) is int
         and count > 0
         and any(parameter.dim() == 3 for parameter in own)
         and all(parameter.dim() and parameter.shape[0] == count for parameter in own)
-        and len(list(module.parameters())) == len(own)
+        and not any(parameter.dim() > 1 and parameter.shape[0] == count for parameter in inside)
         and len(inputs_of(module)) == 3
     )
 
@@ -51,7 +53,7 @@ def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if module is not model
         and is_experts(module)
-        and all(owners[id(parameter)] == 1 for parameter in module.parameters())
+        and all(owners[id(own)] == 1 for own in module.parameters(recurse=False))
     ]
     inside = {id(module) for _, module in found}
     for name, module in model.named_modules():  # peft's `target_parameters`
