@@ -41,6 +41,7 @@ from ..core.parameters import (
 )
 from ..core.sites import ParameterSites
 from ..experts.at_home import AtHome
+from ..experts.finding import check_experts
 from ..guards.backward_inputs import know_chunks
 from ..guards.first_step import watch_first_steps
 from ..guards.marks import mark, mark_ignored, mark_sharded
@@ -337,6 +338,8 @@ def _found_in(
     host_of(communicator).check_place(policy, device)
     model = module if request.model is None else request.model
     formats = formats_of(parameters, policy, request.prefix, model)
+    if request.dealer is not None:
+        check_experts(request.prefix, found, parameters, formats)
     alone = request.label is None and not any(is_layer(inner) for inner in module.modules())
     # `shard` looks at all layers together
     if policy.quantize is not None and not formats and alone:

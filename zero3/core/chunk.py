@@ -413,6 +413,13 @@ class Chunk:
         return self.full.is_chunk
 
     @property
+    def full_nbytes(self) -> int:
+        """The bytes of the full buffer; none for a part that lies whole on this rank."""
+        if self.in_part and self.resident:
+            return 0
+        return self.at.layout.padded_numel * self.compute_dtype.itemsize
+
+    @property
     def read_only(self) -> bool:
         """Whether its values can't be written, only loaded."""
         return self.face.read_only

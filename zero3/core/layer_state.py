@@ -196,9 +196,7 @@ class LayerState:
 
     def full_nbytes(self) -> int:
         """The bytes of the layer's full buffers while it is fetched."""
-        return sum(
-            chunk.at.layout.padded_numel * chunk.compute_dtype.itemsize for chunk in self.chunks
-        )
+        return sum(chunk.full_nbytes for chunk in self.chunks)
 
     # -- fetch and release
 

@@ -209,9 +209,9 @@ class AtHome:
             pairs.scatter_add_(0, owner.reshape(-1), torch.ones_like(owner).reshape(-1))
             words = goes.sum(1) + (pairs << _PAIRS) + (int(needs) << _NEEDS)
             sent, came = self._conduct(state, Way.COUNTS, words)
-            rows = [word & _ROWS for word in came]
+            rows = rows_of(came)
             here = sum(word >> _PAIRS & _ROWS for word in came)
-            leave = [word & _ROWS for word in sent]
+            leave = rows_of(sent)
             source = goes.view(-1).nonzero_static(size=sum(leave)).squeeze(1) % max(1, tokens)
         route = Route(self, source, leave, rows, sent, here, any(word >> _NEEDS for word in came))
         if state.gradients.holds and not inside_backward():
@@ -289,7 +289,7 @@ class AtHome:
             words = torch.tensor(told, dtype=torch.int64, device=state.device)
             sent, came = self.swap(way, words)
             if not again:
-                rows = [word & _ROWS for word in came]
+                rows = rows_of(came)
                 nothing = torch.empty((0, 1), dtype=torch.int32, device=state.device)
                 self._hold(state, Route(self, nothing, sent, rows, sent, 0, needed=False))
             return
@@ -303,6 +303,11 @@ class AtHome:
             self._swap_bytes(way, route, zeros)
         if way is Way.GRADIENTS_BACK:
             self._routes.pop()
+
+
+def rows_of(words: Sequence[int]) -> list[int]:
+    """The numbers of rows that words of an exchange of counts tell."""
+    return [word & _ROWS for word in words]
 
 
 def _bytes(part: Tensor, width: int) -> Tensor:

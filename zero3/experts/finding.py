@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
+from collections.abc import Container, Sequence
 from itertools import pairwise
 
 from torch import nn
 
 from ..comm.factory import is_dealt
 from ..core.layout import ChunkLayout, side_by_side
+from ..core.sites import ParameterSites
 
 __all__: list[str] = []
 
@@ -77,6 +79,32 @@ def no_experts(what: str) -> ValueError:
         "dimensions, and a forward (hidden_states, top_k_index, top_k_weights). Leave it out: "
         "experts of other kinds are gathered, as everything else"
     )
+
+
+def check_experts(
+    prefix: str,
+    found: Sequence[ParameterSites],
+    sharded: Sequence[ParameterSites],
+    formats: Container[str],
+) -> None:
+    """
+    Raises:
+        ValueError: A parameter of experts is to be left alone, or quantised.
+    """
+    for sites in found:
+        name = prefix + sites.name
+        if "." not in sites.name and sites not in sharded:
+            raise ValueError(
+                f"ignored of the policy leaves {name!r} alone, a parameter of experts that stay at "
+                "home (expert_parallel=True): each rank would compute with all of it, and number "
+                "its own experts alone"
+            )
+        if "." not in sites.name and sites.name in formats:
+            raise ValueError(
+                f"quantize of the policy selects {name!r}, of experts that stay at home "
+                "(expert_parallel=True): their bytes can't be cut at experts yet. Leave them out "
+                "(select= of the format), or gather experts"
+            )
 
 
 def check_mesh(process_group: object, *, expert_parallel: bool) -> None:
