@@ -10,11 +10,12 @@ sends one row back. Every rank makes every exchange, whatever its data is.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -197,6 +198,8 @@ class AtHome:
             module.num_experts = self.experts
 
     def _find_route(self, state: LayerState, index: Tensor, *, needs: bool) -> Route:
+        if index.is_meta:  # of a plan
+            return self._balanced(index, needs=needs)
         if self._ends is None or self._ends.device != index.device:
             ends = cuts(self.experts, self._among.world_size)[1:]
             self._ends = torch.tensor(ends, device=index.device)
@@ -217,6 +220,18 @@ class AtHome:
         if state.gradients.holds and not inside_backward():
             self._hold(state, route._replace(source=index.index_select(0, source).int()))
         return route
+
+    def _balanced(self, index: Tensor, *, needs: bool) -> Route:
+        """The route of tokens that use all experts alike."""
+        (tokens, used), bounds = index.shape, cuts(self.experts, self._among.world_size)
+        sizes = [end - first for first, end in pairwise(bounds)]
+        all_choices = math.comb(self.experts, used)
+        reach = [1 - math.comb(self.experts - size, used) / all_choices for size in sizes]
+        sent, own = [round(tokens * share) for share in reach], self.end - self.first
+        here = round(tokens * (1 - math.comb(self.experts - own, used) / all_choices))
+        pairs = tokens * used * len(sizes) * own // self.experts
+        source = index.new_empty(sum(sent))
+        return Route(self, source, sent, [here] * len(sizes), sent, pairs, needs)
 
     # -- exchanges
 
