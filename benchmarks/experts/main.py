@@ -11,6 +11,7 @@ that rate (root, iproute2), with 25 of 26 M parameters in experts: milliseconds,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -184,8 +185,9 @@ def train(rank: int, ranks: int, system: str, steps: int, tokens: int) -> dict[s
 
 def linked(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from benchmarks.common.ranks import on_ranks
-    from benchmarks.fabric.network import NoNetwork, cable
+    from benchmarks.fabric.network import INTERFACE, NoNetwork, cable
 
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     found: dict[str, dict[str, list[Any]]] = {system: {"seconds": [], "sent": [], "peak": []} for system in SYSTEMS}
     try:
         with cable() as link:
@@ -212,7 +214,7 @@ def linked(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def main() -> None:
     summary, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=summary, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="(default: all)")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS], help="of the table of bytes (default: all)")
     parser.add_argument("--ranks", type=int, default=8, help="threads (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of a rank, that are sent and counted (default: %(default)s)")
     parser.add_argument("--of", type=int, default=8192, help="tokens of a rank that the table is for (default: %(default)s)")
