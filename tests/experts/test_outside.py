@@ -216,3 +216,19 @@ def test_policies_by_name_choose_the_experts_at_home() -> None:
         assert "of 5 experts stay here" in str(zero3.report(model))
 
     run_ranks(2, body)
+
+
+def test_a_lone_layer_makes_its_experts_layers() -> None:
+    def body(group: Any) -> None:
+        plain, model = made(), zero3.Zero3Layer(made(), policy=HOME, process_group=group)
+        assert len(zero3.report(model).chunks) and zero3.report(model).experts[1] == 10
+        model(tokens(group.rank, 1)).square().sum().backward()
+        for rank in range(2):
+            (plain(tokens(rank, 1)).square().sum() / 2).backward()
+        with zero3.full_gradients(model) as found:
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(found[name], parameter.grad)
+        with pytest.raises(ValueError, match="expert_parallel"):
+            zero3.Zero3Layer(nn.Linear(3, 3), policy=HOME, process_group=group)
+
+    run_ranks(2, body)
