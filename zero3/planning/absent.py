@@ -98,12 +98,12 @@ class AbsentRanks:
     def all_to_all(
         self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
     ) -> Pending:
+        moved = sent.nbytes - received.nbytes // self.shards
         if into is None:
-            return self._move(sent.nbytes - received.nbytes // self.shards, sent)
+            return self._move(moved, sent)
         # rows of tokens, which the computation waits for
         self._count += 1
-        own = 0 if bounds is None else bounds[self.rank + 1] - bounds[self.rank]
-        self.on_event(Issued(self._count, "fetch", sent.nbytes - own))
+        self.on_event(Issued(self._count, "fetch", moved))
         self.on_event(Awaited(self._count))
         return Done()
 
