@@ -27,7 +27,7 @@ FLOORS = (
     {"comm", "quantized", "scratch"},
     {"policy"},
     {"core"},
-    {"guards", "stores", "wires", "stages", "faces", "conductors", "pinning"},
+    {"experts", "guards", "stores", "wires", "stages", "faces", "conductors", "pinning"},
     {"build"},
     {"layer", "auto_wrap"},
     {"sequential", "access"},

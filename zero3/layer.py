@@ -9,13 +9,15 @@ import sys
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from .build.construction import Request, all_but, build_state
+from .build.construction import Request, all_but, build_state, device_of
+from .comm.factory import Dealer
 from .comm.plain_values import name_of
 from .core.autograd import (
     attributes_of,
@@ -25,8 +27,9 @@ from .core.autograd import (
     uncached_autocast,
 )
 from .core.layer_state import LayerState
-from .core.parameters import IN_MODEL, WRAPPED, own_module_name, own_modules
+from .core.parameters import IN_MODEL, WRAPPED, enter_model, own_module_name, own_modules
 from .core.runtime import ForwardPass, Pace, Runtime
+from .experts.finding import experts_in, is_experts, no_experts
 from .guards.calls import check_requires_grad, refuse_transforms
 from .guards.compiled import REASON, end_graph, ends_graphs
 from .guards.module_overrides import (
@@ -207,13 +210,10 @@ class Zero3Layer(StandIn):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        self._wrap(
-            build_state(
-                Request(module, rank, world_size, device, dtype, policy, process_group), is_layer
-            ),
-            module,
-            is_layer,
-        )
+        request = Request(module, rank, world_size, device, dtype, policy, process_group)
+        if isinstance(policy, ShardingPolicy) and policy.expert_parallel:
+            request = _with_experts(request)
+        self._wrap(build_state(request, is_layer), module, is_layer)
         self._list_chunks()
 
     @classmethod
@@ -363,6 +363,34 @@ class Zero3Layer(StandIn):
         if recurse:
             self.module._apply(fn)
         return self
+
+
+def _with_experts(request: Request) -> Request:
+    """Makes experts inside of the module layers, or notes that it holds some itself."""
+    dealer, module = Dealer(request.process_group), request.module
+    if is_experts(module):
+        alone = dealer.blocks(device_of(request, is_layer)) == 1
+        return request if alone else replace(request, dealer=dealer)
+    found = [inner for _, inner in experts_in(module)]
+    at_home = [layer for layer in layers_of(module) if is_experts(layer.module)]
+    if not found and not at_home:
+        raise no_experts(f"this {type(module).__name__}")
+    policy = replace(request.policy, output_dtype=None)
+    for inner in found:
+        layer = Zero3Layer(
+            inner,
+            None,
+            None,
+            request.device,
+            request.dtype,
+            policy=policy,
+            process_group=request.process_group,
+        )
+        for owner in list(module.modules()):
+            names = [name for name, child in owner._modules.items() if child is inner]
+            owner._modules.update(dict.fromkeys(names, layer))
+        enter_model(layer)
+    return request
 
 
 def run_sharded(

@@ -213,6 +213,18 @@ class ShardingPolicy:
             does with `param_dtype=torch.bfloat16`, and is loaded and saved (`save_pretrained`) in
             bf16. What `set_trainable` freezes or thaws later keeps its dtype. None: the parameters'
             own dtype.
+        expert_parallel: Experts stay on the ranks that own them, and tokens travel. Otherwise all
+            experts of a layer are gathered, as everything else is. Experts are a module with an
+            integer `num_experts`, which is the first dimension of all of its own parameters, one of
+            them with three dimensions, and a forward that takes `(hidden_states [T, H], top_k_index
+            [T, k], top_k_weights [T, k])` and returns `[T, H]`. Each rank owns whole experts: of E
+            experts and G ranks E // G, the first E % G ranks one more. G is the number of ranks in
+            the process group, in `dp_shard` of a mesh `("dp_replicate", "dp_shard")`, or in `ep` of
+            a mesh `("dp_shard", "ep")`, whose other dimension cuts the block of experts that its
+            ranks share. A token goes once to each rank that owns one of its experts. Every rank has
+            to call the model in step, if need be with an empty batch. Names, shapes, state dicts
+            and checkpoints are the same as without. It does not go with `dynamic` and with `stage`
+            1 or 2.
 
     Raises:
         ValueError: A value is not allowed, or two options exclude each other.
@@ -245,6 +257,7 @@ class ShardingPolicy:
     gather_format: Format | None = None
     reduce_format: Format | None = None
     master_dtype: torch.dtype | None = None
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
@@ -263,7 +276,7 @@ class ShardingPolicy:
                 )
         for name in (
             "dynamic", "cast_forward_inputs", "reshard_after_forward", "separate_backup_group",
-            "transactional", "group_adapters",
+            "transactional", "group_adapters", "expert_parallel",
         ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, found {getattr(self, name)!r}")
@@ -279,6 +292,12 @@ class ShardingPolicy:
                 "transactional=True needs stage 2 or 3: with stage=1 gradients are reduced after "
                 "backward"
             )
+        for name, other in (("dynamic", self.dynamic), ("stage", self.stage != 3)):
+            if self.expert_parallel and other:
+                raise ValueError(
+                    f"expert_parallel=True and {name}={getattr(self, name)} exclude each other: "
+                    "experts are not gathered, and every rank makes the exchanges of every call"
+                )
         for name in ("prefetch_depth", "compare_every", "resident_bytes"):
             number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool):

@@ -20,6 +20,7 @@ from .auto_wrap import Candidate, Layers, choose, few_that_train, tied_across
 from .build.construction import Request, agree_on, all_but, build_state, device_of
 from .build.selecting import formats_of, without_ignored
 from .comm.communicator import is_first
+from .comm.factory import Dealer
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.parameters import (
@@ -33,6 +34,7 @@ from .core.parameters import (
     unwrapped,
 )
 from .core.sites import ParameterSites
+from .experts.finding import check_mesh, experts_in, no_experts
 from .guards.compiled import check_compiled
 from .guards.module_overrides import Override, guard, refuse_merges
 from .guards.unshardable import check_parameters
@@ -119,8 +121,9 @@ def shard(
             root's group_adapters says whether adapters are grouped.
         process_group: The ranks that share the model: a process group, or a `DeviceMesh` of one
             dimension, or of two, named `("dp_replicate", "dp_shard")`: chunks are cut over the
-            second and repeated over the first. None: the default group, or this process alone if
-            there is no group.
+            second and repeated over the first; or `("dp_shard", "ep")` for `expert_parallel`, see
+            `ShardingPolicy`: all else is cut over all ranks. None: the default group, or this
+            process alone if there is no group.
 
     Returns:
         `model`, the same object.
@@ -189,7 +192,7 @@ def _agreed_partition(
     partition = _Partition([], common)
     try:
         partition = _with_policies(
-            _partitioned(common, layers), _as_configured(common.module, policy)
+            _partitioned(common, layers, policy), _as_configured(common.module, policy)
         )
         _check_together(partition)
         partition = _with_adapters(partition)
@@ -199,7 +202,7 @@ def _agreed_partition(
     return partition
 
 
-def _partitioned(common: Request, layers: Layers) -> _Partition:
+def _partitioned(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Partition:
     model = common.module
     common = replace(common, device=device_of(common, lambda module: False))
     if layers_of(model):
@@ -208,13 +211,40 @@ def _partitioned(common: Request, layers: Layers) -> _Partition:
             "once, before wrapping any part of it"
         )
     _check_adapters(model)
-    chosen = choose(model, layers)
+    chosen, dealer = choose(model, layers), Dealer(common.process_group)
+    at_home = _experts_at_home(model, policy, dealer, common)
+    apart = {id(module) for _, module in at_home}
+    chosen = [part for part in chosen if not any(id(module) in apart for _, module in part)]
+    chosen += [(each,) for each in at_home]
     check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
     tied = tied_across(model, chosen)
-    apart = replace(common, elsewhere=frozenset(tied), model=model)
-    return _Partition(
-        [_part(apart, part) for part in chosen], replace(common, borrowed=tuple(tied.values()))
-    )
+    own = replace(common, elsewhere=frozenset(tied), model=model)
+    parts = [_part(own, part) for part in chosen]
+    parts = [replace(p, dealer=dealer) if id(p.module) in apart else p for p in parts]
+    return _Partition(parts, replace(common, borrowed=tuple(tied.values())))
+
+
+def _experts_at_home(
+    model: nn.Module, policy: ShardingPolicy | PolicyOf, dealer: Dealer, common: Request
+) -> list[Candidate]:
+    """The experts that stay with the ranks that own them. None if one rank owns all of them.
+
+    Raises:
+        ValueError: The policy, or the mesh, is for experts, and there are none; or the mesh is, and
+            the policy is not.
+    """
+    whole = policy if isinstance(policy, ShardingPolicy) else None
+    if (whole is not None and not whole.expert_parallel) or not (whole or callable(policy)):
+        check_mesh(common.process_group, expert_parallel=False)
+        return []
+    found = [Candidate(*each) for each in experts_in(model)]
+    if whole is None and callable(policy):
+        found = [each for each in found if policy(*each).expert_parallel]
+    if not found and whole is not None:
+        raise no_experts(f"this {type(model).__name__}")
+    check_mesh(common.process_group, expert_parallel=bool(found))
+    device = device_of(common, lambda module: False)
+    return found if dealer.blocks(device) > 1 else []
 
 
 def _check_together(partition: _Partition) -> None:
@@ -359,6 +389,9 @@ def _with_adapters(partition: _Partition) -> _Partition:
     }
     parts, moved = [], dict[int, ParameterSites]()
     for part in partition.layers:
+        if part.dealer is not None:
+            parts.append(part)
+            continue
         alike = replace(part.policy, output_dtype=policy.output_dtype) == policy
         own = find_parameters(part.module, all_but(part, partition.will_be_layer))
         found = {id(sites.parameter) for sites in own if alike} & adapters.keys()

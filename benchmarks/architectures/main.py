@@ -3,7 +3,8 @@
     python benchmarks/architectures/main.py --help
 
 Of each class a model is made from its own default configuration with small sizes and random weights. Two gloo processes train it,
-with checkpointing, with LoRA on all its linear layers, generate, load and save; plain copies of it do the same, and say what is right.
+with experts at home if it has any, with checkpointing, with LoRA on all its linear layers, generate, load and save; plain copies of it
+do the same, and say what is right.
 `--sizes` builds the default configurations themselves, without memory, and says how large the root's own layer is beside the others.
 Results go into a file line by line, and what is in it already is not done again: a sweep that was stopped goes on.
 """
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anyw
 from benchmarks.common.report import markdown, progress
 
 _GOOD = ("ok", "-")  # "-": the class has no such thing
-CHECKS = ("step", "checkpointing", "LoRA", "generate", "load", "save")
+CHECKS = ("step", "experts", "checkpointing", "LoRA", "generate", "load", "save")
 Row = dict[str, Any]
 
 

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import zero3
+from zero3.experts.finding import is_experts
 
 from .inputs import find_inputs, loss_of
 from .tiny import model_types, tiny_config
@@ -72,14 +73,15 @@ def _plain(action: Callable[[], Any]) -> Any:
         raise PlainFails(f"{type(error).__name__}: {error}") from error
 
 
-def _train(subject: Subject, build: Build) -> None:
+def _train(subject: Subject, build: Build, **policy: Any) -> None:
     """In float32; where that differs on any rank in float64, in which rounding explains nothing."""
-    first = _told(lambda: _train_in(subject, build, 1.0))
+    chosen = zero3.ShardingPolicy(**policy)
+    first = _told(lambda: _train_in(subject, build, 1.0, chosen))
     if first is None:
         return
     subject.dtype = torch.float64
     try:
-        second = _told(lambda: _train_in(subject, build, 1e-6))
+        second = _told(lambda: _train_in(subject, build, 1e-6, chosen))
     except PlainFails:  # some kernels know no float64
         raise first from None
     finally:
@@ -100,11 +102,11 @@ def _told(action: Callable[[], None]) -> Differs | None:
     return found if found is not None or not flag else Differs("on another rank")
 
 
-def _train_in(subject: Subject, build: Build, share: float) -> None:
+def _train_in(subject: Subject, build: Build, share: float, policy: zero3.ShardingPolicy) -> None:
     """Two steps of SGD: losses and changes of parameters are those of copies whose gradients are averaged. `share`: of the tolerance."""
     rank, size = dist.get_rank(), dist.get_world_size()
     plain = _plain(lambda: _PlainTraining(subject, [build() for _ in range(size)]))
-    model = zero3.shard(build())
+    model = zero3.shard(build(), policy=policy)
     optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=plain.rate)
     losses = []
     for step in range(STEPS):
@@ -167,6 +169,13 @@ def _compare(what: str, found: Tensor, expected: Tensor, allowed: float) -> None
 
 def step(subject: Subject) -> None:
     _train(subject, subject.model)
+
+
+def experts(subject: Subject) -> None:
+    """At home."""
+    if not any(map(is_experts, subject.model().modules())):
+        raise DoesNotApply
+    _train(subject, subject.model, expert_parallel=True)
 
 
 def checkpointing(subject: Subject) -> None:
@@ -266,7 +275,7 @@ def _same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 CHECKS: dict[str, Callable[[Subject], None]] = {
-    "step": step, "checkpointing": checkpointing, "LoRA": lora, "generate": generate, "load": load, "save": save,
+    "step": step, "experts": experts, "checkpointing": checkpointing, "LoRA": lora, "generate": generate, "load": load, "save": save,
 }  # fmt: skip
 
 

@@ -37,7 +37,20 @@ def pictures(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["peers", "quantised", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures", "convergence", "offload"],
+    [
+        "peers",
+        "quantised",
+        "fabric",
+        "overhead",
+        "scale",
+        "gpu",
+        "optimizer",
+        "construction",
+        "architectures",
+        "convergence",
+        "offload",
+        "experts",
+    ],
 )
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"benchmarks.{name}.main")
@@ -53,6 +66,14 @@ def test_construction(tmp_path: Path) -> None:
     found = run("construction", tmp_path, *TINY, "--repetitions", "1", "--systems", "FSDP2", "zero3, Zero3Sequential", "zero3, shard")
     for system, (ranks,) in found["systems"].items():
         assert len(ranks) == 2 and all(len(rank["seconds"]) == 2 for rank in ranks), system
+
+
+def test_experts(tmp_path: Path) -> None:
+    """What is sent is what distinct pairs of a token and a rank need, and little beside."""
+    found = run("experts", tmp_path, "--models", "Mixtral 8x7B", "--ranks", "2", "--tokens", "16")
+    for routing, each in found["bytes"].items():
+        assert 1.0 <= each["sent"] / each["need"] < 1.05, routing
+        assert each["sent"] < each["gathered"] / 10
 
 
 @pytest.mark.slow

@@ -46,7 +46,8 @@ class Taking:
     def __init__(self) -> None:
         shard = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
         layout = ChunkLayout.build([("w", (4,))], 1)
-        self.chunk = SimpleNamespace(layout=layout, shard=shard, device=shard.device, parts=[])
+        at = SimpleNamespace(layout=layout)
+        self.chunk = SimpleNamespace(layout=layout, at=at, shard=shard, device=shard.device, parts=[])
         self.among = SimpleNamespace(averaged_over=1)
         self.landed: list[tuple[Tensor, Tensor | None]] = []
 

@@ -19,6 +19,34 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(
+        "rows of tokens are used before they have come",
+        "experts/at_home.py",
+        "        self._among.all_to_all(into.view(-1), flat.view(-1), bounds, places).wait()\n",
+        "        self._among.all_to_all(into.view(-1), flat.view(-1), bounds, places)\n",
+        "experts/numbers",
+    ),
+    Fault(
+        "counts of tokens are read before they have come",
+        "experts/at_home.py",
+        "        self._among.all_to_all(received, words).wait()\n",
+        "        self._among.all_to_all(received, words)\n",
+        "experts/numbers",
+    ),
+    Fault(
+        "a rank without tokens stops its recomputation early",
+        "experts/at_home.py",
+        "        ctx.save_for_backward(row)\n",
+        "        ctx.save_for_backward(*[row] * bool(len(row)))\n",
+        "experts/numbers",
+    ),
+    Fault(
+        "experts' gradients are a sum for a mean",
+        "build/axes.py",
+        'mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean"',
+        'mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean" and not chunk.in_part',
+        "experts/numbers",
+    ),
+    Fault(
         "compute does not wait for a gather",
         "core/chunk.py",
         "            self._ticket.wait()\n",
@@ -85,8 +113,8 @@ FAULTS = [
     Fault(
         "a chunk's reduction skipped",
         "core/layer_gradients.py",
-        "            if account.chunk.shard.requires_grad\n        ]",
-        "            if account.chunk.shard.requires_grad\n        ][1:]",
+        "            if chunk.shard.requires_grad\n        ]",
+        "            if chunk.shard.requires_grad\n        ][1:]",
         "core/no_sync",
     ),
     Fault(

@@ -43,6 +43,10 @@ EXCLUDED: dict[Names, Refusal] = {
     ("stage", "step_guard"): _REPEATS,
     ("dynamic", "step_guard"): _REPEATS,
     ("dynamic", "checkpointing reentrant"): Refusal(RuntimeError, "ranks would recompute different layers, each in a forward of its own"),
+    ("stage", "expert_parallel"): Refusal(ValueError, "what stage keeps whole, or its gradients, is what never is whole on a rank"),
+    ("dynamic", "expert_parallel"): Refusal(ValueError, "a rank that leaves out a layer of experts would keep what others' tokens need"),
+    ("expert_parallel", "joinable"): Refusal(ValueError, "a rank without data owns experts that others need: it calls the model, too"),
+    ("expert_parallel", "param_groups align"): Refusal(ValueError, "blocks of an optimizer's state would have cuts of their own"),
     ("quantize", "full_params"): Refusal(RuntimeError, "what is written would be quantised once more, and lose more"),
 }
 

@@ -340,6 +340,9 @@ class Plain(Side):
     def is_quantised(self, name: str) -> bool:
         return self.life.policy.quantize is not None and is_base(name)
 
+    def is_at_home(self, name: str) -> bool:
+        return self.life.policy.expert_parallel and ".experts." in name
+
     def make_optimizer(self) -> None:
         groups = []
         for name, p in self.model.named_parameters():
@@ -368,7 +371,7 @@ class Plain(Side):
         for name, p in model.named_parameters():
             if self.is_ignored(name, p):
                 continue
-            if policy.gather_format is not None and p.requires_grad and self.shards > 1:
+            if policy.gather_format is not None and p.requires_grad and self.shards > 1 and not self.is_at_home(name):
                 p.data = rounded(p.data, policy.gather_format)
             p.data = p.data.to(policy.param_dtype or self.own[name])
         model.zero_grad()
@@ -419,7 +422,8 @@ class Plain(Side):
         for name, p in self.model.named_parameters():
             if kept and p.requires_grad:
                 parts = [mine[name] for mine in kept]
-                if policy.reduce_format is not None and self.shards > 1 and not self.is_ignored(name, p):
+                is_sent = self.shards > 1 and not self.is_ignored(name, p) and not self.is_at_home(name)
+                if policy.reduce_format is not None and is_sent:
                     parts = [rounded(part, policy.reduce_format).float() for part in parts]
                 replicas = [parts[at : at + self.shards] for at in range(0, len(parts), self.shards)]
                 total = sum(sum(each) for each in replicas)  # in the order in which ranks add

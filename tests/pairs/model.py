@@ -26,17 +26,50 @@ class Shape:
     reentrant: bool | None = None  # None: blocks are not recomputed
     dtype: torch.dtype = torch.float64
     meta: bool = False  # ranks make it without values
+    experts: bool = False  # two blocks have experts
+
+
+class Experts(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.num_experts = 3
+        self.up, self.down = nn.Parameter(torch.randn(3, hidden, WIDTH) / 3), nn.Parameter(torch.randn(3, WIDTH, hidden) / 3)
+        self.bias = nn.Parameter(torch.randn(3, hidden) / 3)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            row, place = (index == expert).nonzero(as_tuple=True)
+            inner = torch.tanh(nn.functional.linear(hidden[row], self.up[expert]) + self.bias[expert])
+            out = out.index_add(0, row, (nn.functional.linear(inner, self.down[expert]) * weights[row, place, None]).to(out.dtype))
+        return out
+
+
+class Mixture(nn.Module):
+    """Two of three experts for each word: by its place, since what is computed may be rounded."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 3), Experts(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        place = torch.arange(len(flat), device=x.device)
+        index = torch.stack([place % 3, (place * 2 + place // 3 + 1) % 3], 1)
+        return self.experts(flat, index, self.router(flat).softmax(-1).gather(1, index)).view_as(x)
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, adapted: bool) -> None:
+    def __init__(self, hidden: int, adapted: bool, experts: bool = False) -> None:
         super().__init__()
+        self.mixture = Mixture(hidden // 8 + 1) if experts else None
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.first = nn.Parameter(torch.randn(1, WIDTH) / 3) if adapted else None
         self.second = nn.Parameter(torch.randn(WIDTH, 1) / 3) if adapted else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(torch.tanh(self.up(x)))
+        y = y if self.mixture is None else y + self.mixture(x)
         return x + y if self.first is None or self.second is None else x + y + x @ self.first.t() @ self.second.t()
 
     def features(self, x: Tensor) -> Tensor:
@@ -50,7 +83,8 @@ class Model(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(40 + 8 * number, shape.adapted) for number in range(BLOCKS))  # inner widths tell blocks apart
+        blocks = [Block(40 + 8 * number, shape.adapted, shape.experts and number > 0) for number in range(BLOCKS)]
+        self.blocks = nn.ModuleList(blocks)  # inner widths tell blocks apart
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ import zero3
 from tests.pairs.joining import joined
 from tests.pairs.life import FILES, Life, Plain, Row, Sharded, Side, World
 from tests.pairs.model import BLOCKS, Data, drawn, is_adapter, is_base
+from tests.support import ranks
 from tests.support.blocks import BLOCK, InBlocks
 from tests.support.models import Broken
 from zero3 import Float8, Int8
@@ -345,6 +347,9 @@ class Compiled(Row):
 
     def builds(self, one: Sharded, model: Any) -> None:
         model.blocks[1].compile(backend="eager")
+        rules = sys.modules["torch._dynamo.trace_rules"]
+        if not rules.check_file(ranks.__file__).skipped:  # a real group's functions are torch's, which are not traced either
+            rules.add("tests.support.ranks")
 
 
 class Between(Row):
@@ -521,6 +526,7 @@ AXES: dict[str, dict[str, Row]] = {
     },
     "reduce_format": {"Int8": field("reduce_format", Int8(block_size=1), tolerance=1e-8, streams=True)},
     "master_dtype": {"fp32": field("master_dtype", torch.float32, tolerance=FP32, streams=True)},
+    "expert_parallel": {"True": field("expert_parallel", True, shape={"experts": True}, streams=True)},
     # -- what is not a field. Contexts around a micro-batch are entered in this order.
     "ranks": {
         "1": Row("ranks", world=(0, 1)),

@@ -10,10 +10,9 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..comm.errors import Subject
 from ..core.account import Account
-from ..core.chunk import Chunk, Here, Plain, Wire
+from ..core.chunk import Chunk, Here, Placement, Plain, Wire
 from ..core.flow import Add, Among, Average, Flow, ReduceScatter, Stage
 from ..core.layer_gradients import LayerGradients
-from ..core.layout import ChunkLayout
 from ..core.sites import Face, Views
 from ..policy import (
     ShardingPolicy,
@@ -34,31 +33,32 @@ __all__: list[str] = []
 
 
 def chunk_of(
-    layout: ChunkLayout,
+    whole: Placement,
     shard: nn.Parameter,
     where: tuple[Resting | None, torch.device],
-    communicator: Communicator,
     policy: ShardingPolicy,
     face: Face | None = None,
+    at: Placement | None = None,
 ) -> Chunk:
     """A new chunk. `where`: it rests, None if it is where its layer computes; and where that is.
-    `face`: None if parameters are views of the full buffer.
+    `face`: None if parameters are views of the full buffer. `at`: see `Chunk`.
     """
     (place, device), stored, face = where, shard.dtype, face or Views()
-    kind = None if face.read_only else gather_format(policy, communicator, stored)
-    wire: Wire = Plain() if kind is None else Coded(kind, layout)
+    plain = face.read_only or at is not None
+    kind = None if plain else gather_format(policy, whole.communicator, stored)
+    wire: Wire = Plain() if kind is None else Coded(kind, whole.layout)
     computes = stored if face.read_only else compute_dtype(policy, face.own or stored)
     store = Here() if place is None else place
-    chunk = Chunk(layout, shard, communicator, (computes, device), store, wire, face)
+    chunk = Chunk(whole, shard, (computes, device), store, wire, face, at)
     if place is not None:
         place.belong_to(chunk)
     return chunk
 
 
 def gradients_of(
-    communicator: Communicator, policy: ShardingPolicy, subject: Subject
+    communicator: Communicator, over: Communicator, policy: ShardingPolicy, subject: Subject
 ) -> LayerGradients:
-    """The gradients of a new layer."""
+    """The gradients of a new layer. `over`: the ranks that sum them."""
 
     def new_account(chunk: Chunk, among: Among) -> Account:
         return account_of(chunk, among, policy, subject)
@@ -67,22 +67,22 @@ def gradients_of(
         return None if policy.grad_dtype is None else gradient_dtype(policy, computes)
 
     return LayerGradients(
-        communicator, subject, new_account, handed_over_in, waits=not shards_gradients(policy)
+        communicator, subject, new_account, handed_over_in, over, waits=not shards_gradients(policy)
     )
 
 
 def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subject) -> Account:
     """A chunk's account, whose gradients go the way that the policy says."""
-    communicator, stored = among.communicator, chunk.shard.dtype
+    communicator, stored = chunk.at.communicator, chunk.shard.dtype
     lands, mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean"
     chunk.shard.grad_dtype = lands
-    kind = reduce_format(policy, communicator, stored)
+    kind = None if chunk.in_part else reduce_format(policy, communicator, stored)
     sums = gradient_dtype(policy, chunk.compute_dtype)
     # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
     early = mean and kind is None and sums == torch.float16
     first = 1 << (communicator.world_size.bit_length() - 1) // 2 if early else 1
     stages: list[Stage] = [
-        ReduceScatter(chunk.layout.bounds, sums, divides_first=first)
+        ReduceScatter(chunk.at.layout.bounds, sums, divides_first=first)
         if kind is None
         else CodedReduceScatter(kind, chunk, communicator, subject)
     ]

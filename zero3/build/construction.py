@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from ..comm.agreement import agree, meeting
 from ..comm.communicator import Communicator
-from ..comm.factory import IDENTITY_BYTES, WrongMesh, any_device_of, communicator_for, decline
+from ..comm.factory import (
+    IDENTITY_BYTES,
+    Dealer,
+    Dealing,
+    WrongMesh,
+    any_device_of,
+    communicator_for,
+    decline,
+)
 from ..comm.plain_values import not_copied
 from ..conductors.comparing import conductor_for
 from ..core.casting import caller_for
@@ -32,6 +40,8 @@ from ..core.parameters import (
     own_modules,
 )
 from ..core.sites import ParameterSites
+from ..experts.at_home import AtHome
+from ..experts.finding import check_experts
 from ..guards.backward_inputs import know_chunks
 from ..guards.first_step import watch_first_steps
 from ..guards.marks import mark, mark_ignored, mark_sharded
@@ -76,6 +86,7 @@ class Request:
     model: nn.Module | None = None  # the model that the module is a part of; None: it is the model
     # the modules that form the layer, where they are several; then `module` only holds them
     together: tuple[nn.Module, ...] = ()
+    dealer: Dealer | None = None  # of experts that stay with the ranks that own them
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -211,35 +222,31 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     watch_first_steps()
     examined = _examine(request, is_layer)
     note = examined.agree()
-    communicator, device, label = examined.communicator, examined.device, examined.label
-    communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
-    policy = request.policy
+    device, label, policy = examined.device, examined.label, request.policy
+    dealing = request.dealer and request.dealer.deal(examined.communicator, device)
+    shared = (dealing.at, dealing.among) if dealing else ()
+    for communicator in (examined.communicator, *shared):
+        communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
+    communicator, over = (dealing.whole, dealing.at) if dealing else (communicator, communicator)
+    home = AtHome(request.module, dealing, dtypes_at_the_edges(policy)) if dealing else None
     state = LayerState(
         label,
         communicator,
         device,
-        behaviour_of(policy),
+        behaviour_of(policy, home),
         policy,
-        lambda subject: gradients_of(communicator, policy, subject),
+        lambda subject: gradients_of(communicator, over, policy, subject),
         len(request.modules),
     )
+    if home is not None:
+        home.serve(state)
     unloaded: set[str] = set()
     if note[IDENTITY_BYTES]:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
         unloaded = {
             name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty
         }
-    groups = chunk_groups(examined.parameters, examined.formats, request.policy, device)
-    for group, place in zip(
-        groups, offloaded(groups, communicator, device, request.policy), strict=True
-    ):
-        chunk, found = new_chunk(group, communicator, device, unloaded, request.policy, place)
-        given = [sites.parameter for sites in found]  # the layer may put others in their places
-        state.add_chunk(chunk, found)
-        mark(chunk.shard, state)
-        for sites, parameter in zip(found, given, strict=True):
-            for each in (parameter, sites.parameter):
-                mark_sharded(each, f"{sites.name!r} of layer {label}", state)
+    _add_chunks(state, examined, dealing or communicator, unloaded)
     alone = [parameter for parameter in examined.ignored if mark_ignored(parameter, state)]
     mean = policy.gradient_reduction == "mean"
     state.gradients.leave_alone(
@@ -256,9 +263,25 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     return state
 
 
-def behaviour_of(policy: ShardingPolicy) -> Behaviour:
+def _add_chunks(
+    state: LayerState, examined: _Examined, among: Communicator | Dealing, unloaded: set[str]
+) -> None:
+    policy, device, label = examined.request.policy, examined.device, examined.label
+    apart = isinstance(among, Dealing)
+    groups = chunk_groups(examined.parameters, examined.formats, policy, device, apart=apart)
+    for group, place in zip(groups, offloaded(groups, among, device, policy), strict=True):
+        chunk, found = new_chunk(group, among, device, unloaded, policy, place)
+        given = [sites.parameter for sites in found]  # the layer may put others in their places
+        state.add_chunk(chunk, found)
+        mark(chunk.shard, state)
+        for sites, parameter in zip(found, given, strict=True):
+            for each in (parameter, sites.parameter):
+                mark_sharded(each, f"{sites.name!r} of layer {label}", state)
+
+
+def behaviour_of(policy: ShardingPolicy, home: AtHome | None = None) -> Behaviour:
     return Behaviour(
-        call=caller_for(*dtypes_at_the_edges(policy)),
+        call=home or caller_for(*dtypes_at_the_edges(policy)),
         conductor=conductor_for(policy.compare_every),
         lifetime=lifetime_of(policy),
         rounding=rounding(policy),
@@ -315,6 +338,8 @@ def _found_in(
     host_of(communicator).check_place(policy, device)
     model = module if request.model is None else request.model
     formats = formats_of(parameters, policy, request.prefix, model)
+    if request.dealer is not None:
+        check_experts(request.prefix, found, parameters, formats)
     alone = request.label is None and not any(is_layer(inner) for inner in module.modules())
     # `shard` looks at all layers together
     if policy.quantize is not None and not formats and alone:

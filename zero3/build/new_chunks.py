@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from ..comm.agreement import agreeing
 from ..comm.communicator import Communicator, is_first
-from ..core.chunk import Chunk
+from ..comm.factory import Dealing
+from ..core.chunk import Chunk, Placement
 from ..core.layout import ChunkLayout
 from ..core.sites import ParameterSites, Views
+from ..experts.finding import layouts
 from ..faces.quantised import Quantised
 from ..policy import ShardingPolicy, compute_dtype, dtypes_kept, master_dtype
 from ..quantized.formats import Format
@@ -28,11 +30,13 @@ def chunk_groups(
     formats: Mapping[str, Format],
     policy: ShardingPolicy,
     device: torch.device,
+    *,
+    apart: bool,
 ) -> list[list[ParameterSites]]:
     """Groups parameters by (trainable or frozen, dtype or quantised): a chunk for each group, in
-    the order of groups' first parameters.
+    the order of groups' first parameters. `apart`: the module's own are groups of their own.
     """
-    groups: dict[tuple[bool, torch.dtype | str], list[ParameterSites]] = {}
+    groups: dict[object, list[ParameterSites]] = {}
     faces = {
         kind.name: Quantised(kind, kind.codec(device), device)
         for kind in {kind.name: kind for kind in formats.values()}.values()
@@ -46,13 +50,13 @@ def chunk_groups(
         elif sites.parameter.requires_grad and policy.master_dtype is not None:
             own = sites.parameter.dtype
             sites.become(masters.setdefault(own, Views(own, master_dtype(policy, own))), None)
-        groups.setdefault(key, []).append(sites)
+        groups.setdefault(sites.name if apart and _is_own(sites) else key, []).append(sites)
     return list(groups.values())
 
 
 def offloaded(
     groups: list[list[ParameterSites]],
-    communicator: Communicator,
+    among: Communicator | Dealing,
     device: torch.device,
     policy: ShardingPolicy,
 ) -> list[tuple[Resting, Tensor] | None]:
@@ -66,13 +70,15 @@ def offloaded(
     if policy.offload is None:
         return [None for _ in groups]
     found: list[tuple[Resting, Tensor] | None] = []
+    communicator = among.whole if isinstance(among, Dealing) else among
     with agreeing(communicator, device, "the memory for what is offloaded"):
         for group in groups:
             place = host_of(communicator).place_for(policy, device)
             if place is None:
                 found.append(None)
                 continue
-            numel = _layout_of(group, communicator).shard_numel
+            whole, _ = _placed(group, among)
+            numel = whole.layout.chunk_numel(whole.index)
             stored, own = _dtype_of(group), group[0].parameter.dtype
             trains = group[0].parameter.requires_grad
             kept = dtypes_kept(policy, stored, compute_dtype(policy, own)) if trains else []
@@ -80,9 +86,23 @@ def offloaded(
     return found
 
 
-def _layout_of(group: list[ParameterSites], communicator: Communicator) -> ChunkLayout:
+def _is_own(sites: ParameterSites) -> bool:
+    """Whether it is a parameter of the layer's module itself."""
+    return "." not in sites.name
+
+
+def _placed(
+    group: list[ParameterSites], among: Communicator | Dealing
+) -> tuple[Placement, Placement | None]:
+    """Of a group's chunk: of all values, and of those that this rank computes with, if not all."""
     shapes = [(sites.name, sites.face.stored(sites)[0]) for sites in group]
-    return ChunkLayout.build(shapes, communicator.shards)
+    if isinstance(among, Dealing) and not _is_own(group[0]):
+        among = among.ranks  # what experts share, such as a norm, is cut as everything else
+    if not isinstance(among, Dealing):
+        return Placement.of(ChunkLayout.build(shapes, among.shards), among), None
+    (named,) = shapes
+    layout, *parts = layouts(*named, among.among.world_size, among.at.shards)
+    return Placement.of(layout, among.whole), Placement.of(parts[among.block], among.at)
 
 
 def _dtype_of(group: list[ParameterSites]) -> torch.dtype:
@@ -92,7 +112,7 @@ def _dtype_of(group: list[ParameterSites]) -> torch.dtype:
 @torch.no_grad()
 def new_chunk(
     group: list[ParameterSites],
-    communicator: Communicator,
+    among: Communicator | Dealing,
     device: torch.device,
     unloaded: set[str],
     policy: ShardingPolicy,
@@ -104,13 +124,14 @@ def new_chunk(
     Parameters in `unloaded` have no values on rank 0, and are loaded later. If all are unloaded,
     nothing is sent.
     """
-    layout = _layout_of(group, communicator)
+    whole, at = _placed(group, among)
+    layout, communicator = whole.layout, whole.communicator
     by_name = {sites.name: sites for sites in group}
     ordered = [by_name[slot.name] for slot in layout.slots]
     dtype, trainable = _dtype_of(group), group[0].parameter.requires_grad
     place, shard = offloaded or (
         None,
-        torch.empty(layout.shard_numel, dtype=dtype, device=device),
+        torch.empty(layout.chunk_numel(whole.index), dtype=dtype, device=device),
     )
     bare = unloaded.issuperset(by_name)
     if not bare:
@@ -130,8 +151,8 @@ def new_chunk(
             shard.copy_(here)
     parameter = nn.Parameter(shard, requires_grad=trainable)
     face = ordered[0].face  # all have the same
-    chunk = chunk_of(layout, parameter, (place, device), communicator, policy, face)
+    chunk = chunk_of(whole, parameter, (place, device), policy, face, at)
     if bare:  # the loader will write everything except the padding
-        shard[max(0, layout.numel - chunk.index * layout.shard_numel) :].zero_()
+        shard[max(0, layout.numel - layout.chunk_range(whole.index)[0]) :].zero_()
     chunk.unloaded.update(i for i, sites in enumerate(ordered) if sites.name in unloaded)
     return chunk, ordered

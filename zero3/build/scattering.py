@@ -41,6 +41,9 @@ def scatter_parameters(
      rank 1                  | b | c         |
      cuts     |   |      |   |                   three scatters, of (a, b), (a, c), (b, c)
     """
+    if layout.bounds is not None:
+        _scatter_dealt(shard, layout, communicator, values)
+        return
     size, ranks = layout.shard_numel, range(communicator.shards)
     cuts = (
         sorted(
@@ -62,6 +65,16 @@ def scatter_parameters(
             under_way.popleft().wait()
     for pending in under_way:
         pending.wait()
+
+
+def _scatter_dealt(
+    shard: Tensor, layout: ChunkLayout, communicator: Communicator, values: Values | None
+) -> None:
+    slices = None
+    if values is not None:
+        flat = _Source(layout, values, shard)
+        slices = [flat.part(*layout.chunk_range(index)) for index in range(layout.world_size)]
+    communicator.scatter(shard, slices, layout.bounds).wait()
 
 
 def _borders(layout: ChunkLayout) -> Iterator[int]:
@@ -103,6 +116,8 @@ class _Source:
         if stop > self._layout.numel:
             pieces.append(self._like.new_zeros(stop - max(start, self._layout.numel)))
         pieces = [piece.to(self._like.device) for piece in pieces if piece.numel()]
+        if not pieces:
+            return self._like.new_empty(0)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _flattened(self, number: int) -> Tensor:

@@ -57,9 +57,11 @@ class Communicator(Protocol):
         """
         ...
 
-    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
+    ) -> Pending:
         """Sends slice r of `sent` to each rank r. `received` takes what all ranks have sent to this
-        one, in rank order.
+        one, in rank order: slices that are equal, or those of `into`.
         """
         ...
 
@@ -131,7 +133,9 @@ class SoloCommunicator:
         torch.cat(list(pieces[0]), out=shard)
         return Done()
 
-    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
+    ) -> Pending:
         received.copy_(sent)
         return Done()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from .communicator import Communicator, SoloCommunicator
 from .gloo import IDENTITY_BYTES as IDENTITY_BYTES
 from .gloo import GlooCommunicator
-from .mesh import MeshCommunicator
+from .mesh import BlocksCommunicator, MeshCommunicator
 from .process_group import GroupCommunicator, board_of
 
 __all__: list[str] = []
 
 _MESH = ("dp_replicate", "dp_shard")
+_DEALT = ("dp_shard", "ep")
 _NOT_A_MEMBER = (
     "this process is not a member of the process_group it passed: only members may build the layer"
 )
@@ -71,6 +72,54 @@ def communicator_for(process_group: Any, device: torch.device) -> Communicator:
     if backend == "gloo":
         return GlooCommunicator(process_group, backend, device)
     return GroupCommunicator(process_group, backend, device)
+
+
+def is_dealt(process_group: Any) -> bool:
+    """Whether it is a mesh whose last dimension is the one over which experts are dealt."""
+    return isinstance(process_group, DeviceMesh) and process_group.mesh_dim_names == _DEALT
+
+
+class Dealing(NamedTuple):
+    """Ranks among whom a layer's parameters are dealt in blocks, and who share a block."""
+
+    ranks: Communicator  # all of them, in their order
+    whole: Communicator  # the same; slices in the order of blocks
+    at: Communicator  # the ranks that share this rank's block, and its replicas
+    among: Communicator  # those among whom blocks are dealt
+    block: int  # which is this rank's
+
+
+class Dealer:
+    """Finds them for each layer of a model. Where transfers have streams, layers share `among`: it
+    has a communicator of its own.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self._group = process_group
+        self._twin: Communicator | None = None
+
+    def blocks(self, device: torch.device) -> int:
+        """The number of blocks."""
+        if is_dealt(self._group):
+            return int(self._group.size(1))
+        return communicator_for(self._group, device).shards
+
+    def deal(self, whole: Communicator, device: torch.device) -> Dealing:
+        """For a layer whose communicator, of all ranks, is `whole`, if there are blocks."""
+        at: Communicator = SoloCommunicator()
+        among = ranks = whole
+        if is_dealt(self._group):
+            at, among = (communicator_for(self._group.get_group(dim), device) for dim in (0, 1))
+            blocks = among.world_size
+            whole = whole if at.world_size == 1 else BlocksCommunicator(whole, blocks)
+        elif isinstance(whole, MeshCommunicator):
+            at, among = whole.of_one_shard(), whole.row
+        block = among.rank
+        if self._twin is not None:
+            return Dealing(ranks, whole, at, self._twin, block)
+        own = among.duplicate()
+        self._twin = None if own is among else own
+        return Dealing(ranks, whole, at, own, block)
 
 
 def process_group_of(communicator: Communicator) -> Any:
@@ -144,11 +193,14 @@ def _completed(communicator: Any) -> Communicator:
 
 def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
     names = mesh.mesh_dim_names
+    if is_dealt(mesh):
+        return communicator_for(_flat_group(mesh), device)
     if mesh.ndim > 2 or (mesh.ndim == 2 and names != _MESH):
         raise WrongMesh(
             f"process_group is a mesh of shape {tuple(mesh.mesh.shape)} with the dimensions "
             f"{names}. Expected is a mesh of one dimension, over which chunks are cut, or of two "
-            f"named {_MESH}: chunks are cut over the second and repeated over the first. "
+            f"named {_MESH}: chunks are cut over the second and repeated over the first. Or, with "
+            f"expert_parallel=True, {_DEALT}: experts are dealt over the second. "
             'Slice a larger mesh: mesh["dp_replicate", "dp_shard"]'
         )
     ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
@@ -165,6 +217,21 @@ def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
     column = communicator_for(mesh.get_group(0), device)
     row = communicator_for(mesh.get_group(1), device) if shards > 1 else SoloCommunicator()
     return MeshCommunicator(row, column, ranks.flatten().tolist())  # type: ignore[arg-type]  # the column is a group
+
+
+def _flat_group(mesh: DeviceMesh) -> Any:
+    """The group of all ranks of a mesh."""
+    ranks = mesh.mesh.flatten()
+    if not bool((ranks.diff() > 0).all()):
+        raise WrongMesh(
+            f"process_group is a mesh of the ranks {mesh.mesh.tolist()}, expected ranks that rise "
+            "row by row, as in their group"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(_NOT_A_MEMBER)
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return mesh._flatten("_".join(_DEALT)).get_group()
 
 
 def _alone() -> Communicator:

@@ -134,13 +134,20 @@ class GlooCommunicator(GroupCommunicator):
             self._tag(_REDUCE), incoming, {rank: parts[rank] for rank in others}, sum_up
         )
 
-    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
+    ) -> Pending:
         if sent.device.type != "cpu":
-            return self._staged(partial(self.all_to_all, bounds=bounds), received, sent)
-        if not sent.numel():
+            swap = partial(self.all_to_all, bounds=bounds, into=into)
+            return self._staged(swap, received, sent)
+        if not sent.numel() and into is None:
             return Done()
         slices, others = self._slices(sent, bounds), self._others()
-        places = received.view(self.world_size, received.numel() // self.world_size)
+        places: Sequence[Tensor] | Tensor = (
+            received.view(self.world_size, received.numel() // self.world_size)
+            if into is None
+            else cut(received, into)
+        )
         incoming = {rank: places[rank] for rank in others}
         pending = self._swap(
             self._tag(_REDUCE),

@@ -9,13 +9,15 @@ follows each reduction
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .board import Board, board_for, numbered
-from .communicator import Bounds, Communicator
+from .communicator import Bounds, Communicator, SoloCommunicator
 from .log import Told
 from .process_group import Gathered, board_of
 from .streams import Done, Lanes, OnHost, Pending, Then, has_streams, on_device
@@ -49,6 +51,15 @@ class MeshCommunicator:
         self.tags_messages = row.tags_messages and column.tags_messages
 
     @property
+    def row(self) -> Communicator:
+        """Among the shards of this replica."""
+        return self._row
+
+    def of_one_shard(self) -> MeshCommunicator:
+        """Among the ranks that hold the same chunk: each holds all that they share."""
+        return MeshCommunicator(SoloCommunicator(), self._column)
+
+    @property
     def channel(self) -> int:
         return self._row.channel
 
@@ -65,8 +76,10 @@ class MeshCommunicator:
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         return self._row.reduce_pieces(shard, pieces)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
-        return self._row.all_to_all(received, sent, bounds)
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
+    ) -> Pending:
+        return self._row.all_to_all(received, sent, bounds, into)
 
     def sum_replicas(self, shard: Tensor) -> Pending:
         """Sums `shard` `[S]` over the ranks that hold the same chunk, in place. It only
@@ -126,3 +139,49 @@ class MeshCommunicator:
         replicas = self.world_size // self.shards
         what = f"a mesh of {replicas} x {self.shards} of {numbered(self._members)}"
         return board_of(what, self._members, self.rank)
+
+
+class BlocksCommunicator:
+    """The collectives of ranks whose slices stand block by block, and not in the ranks' order.
+
+        ranks      0 1 | 2 3        two ranks share a block: the first of each row the first one
+        slices     0 2 | 1 3
+
+    These slices have `bounds`. Their gathers and scatters are for reading and writing, not for
+    training: what was gathered is copied once more. Without bounds slices are those of the ranks.
+    """
+
+    def __init__(self, inner: Communicator, blocks: int) -> None:
+        self._inner = inner
+        shares = inner.world_size // blocks
+        self._slices = [rank % blocks * shares + rank // blocks for rank in range(inner.world_size)]
+        self.shard_rank = self._slices[inner.rank]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        if bounds is None:
+            return self._inner.all_gather(full, shard)
+        of_ranks, gathered = self._of_ranks(bounds), torch.empty_like(full)
+        pending = self._inner.all_gather(gathered, shard, of_ranks)
+        return Then(pending, partial(self._sort, gathered, full, bounds, of_ranks))
+
+    def _of_ranks(self, bounds: tuple[int, ...]) -> tuple[int, ...]:
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        return (0, *accumulate(lengths[index] for index in self._slices))
+
+    def _sort(
+        self, gathered: Tensor, full: Tensor, bounds: tuple[int, ...], of_ranks: tuple[int, ...]
+    ) -> None:
+        for index, (start, stop) in zip(self._slices, pairwise(of_ranks), strict=True):
+            full[bounds[index] : bounds[index + 1]] = gathered[start:stop]
+
+    def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
+        if bounds is None:
+            return self._inner.scatter(shard, slices)
+        of_ranks = None if slices is None else [slices[index] for index in self._slices]
+        return self._inner.scatter(shard, of_ranks, self._of_ranks(bounds))
+
+    def same_ranks(self, other: Communicator) -> bool:
+        return self._inner.same_ranks(other._inner if isinstance(other, type(self)) else other)

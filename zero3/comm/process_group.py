@@ -132,9 +132,12 @@ class GroupCommunicator:
             f"{self._backend} reduces a buffer: takes_pieces is {self.takes_pieces}"
         )
 
-    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
+    ) -> Pending:
         sizes = [stop - start for start, stop in pairwise(bounds)] if bounds is not None else None
         own = [received.numel() // self.world_size] * self.world_size if sizes is not None else None
+        own = [stop - start for start, stop in pairwise(into)] if into is not None else own
         return (
             dist.all_to_all_single(
                 received, sent, own, sizes, group=self._group, async_op=not self._on_streams

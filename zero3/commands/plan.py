@@ -114,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reshard_after_forward=False: a layer stays until its backward",
     )
     parser.add_argument(
+        "--experts-at-home",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="expert_parallel=True: experts stay on the ranks that own them, tokens travel",
+    )
+    parser.add_argument(
         "--resident",
         default="0",
         metavar="BYTES",
@@ -224,6 +230,7 @@ def _policy(options: argparse.Namespace) -> ShardingPolicy:
         prefetch_depth=options.prefetch_depth,
         offload=options.offload,
         resident_bytes=parse_bytes(options.resident, "--resident", least=0),
+        expert_parallel=options.experts_at_home,
     )
 
 

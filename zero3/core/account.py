@@ -93,7 +93,7 @@ class Account:
         self.partial: Tensor | None = None
         dtype, self.added_as = dtypes
         self._flow, self.among = flow, among
-        self._buffer = GradientBuffer(chunk.layout, dtype, chunk.device)
+        self._buffer = GradientBuffer(chunk.at.layout, dtype, chunk.device)
         # parts, and the gradients that the last `keep` left with them
         self._kept: list[tuple[Part, Tensor]] = []
         # by id of the part's parameter, if its gradient was ever deferred
@@ -122,7 +122,7 @@ class Account:
         gradient = self._flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
         made_in, chunk = self._buffer.made_in, self.chunk
-        self._buffer, self._kept = GradientBuffer(chunk.layout, made_in, chunk.device), []
+        self._buffer, self._kept = GradientBuffer(chunk.at.layout, made_in, chunk.device), []
         self.pending = self.owed = False
         return gradient
 

@@ -246,7 +246,7 @@ def attributes_of(holder: nn.Module, is_layer: Callable[[nn.Module], bool]) -> l
     modules = [holder]
     for module in modules:
         for value in module.__dict__.values():
-            if type(value) in _PARTS:
+            if type(value) in _PARTS or isinstance(value, nn.Parameter):  # a hidden one
                 continue
             if isinstance(value, torch.Tensor) or (
                 isinstance(value, (list, tuple)) and len(value) < 100

@@ -8,6 +8,7 @@ travel, and its face what the parameters are in the full buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -113,6 +114,27 @@ class Here:
     check_process = go_on
 
 
+# -- the placement: among whom values travel
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Among whom a chunk is gathered, and its gradients are reduced."""
+
+    layout: ChunkLayout
+    communicator: Communicator
+    index: int  # which of the layout's slices is this rank's. Replicas have the same
+
+    @classmethod
+    def of(cls, layout: ChunkLayout, communicator: Communicator) -> Placement:
+        return cls(layout, communicator, communicator.shard_rank)
+
+    @property
+    def place(self) -> slice:
+        """This rank's slice of the full buffer."""
+        return slice(*self.layout.chunk_range(self.index))
+
+
 # -- the wire: how values travel to the full buffers of all ranks
 
 
@@ -159,10 +181,10 @@ class Plain:
         return False
 
     def room(self, chunk: Chunk, full: Tensor) -> Room:
-        casts, far = full.dtype != chunk.shard.dtype, chunk.store.far
-        own = full[chunk.place] if casts or far else None
+        casts, far, among = full.dtype != chunk.shard.dtype, chunk.store.far, chunk.among
+        own = full[among.place] if casts or far else None
         lent = passing(chunk) if casts else own
-        return Room(full, own if casts else None, lent if far else None, chunk.layout.bounds)
+        return Room(full, own if casts else None, lent if far else None, among.layout.bounds)
 
     def put(self, chunk: Chunk, room: Room) -> Tensor:
         values = chunk.shard.data
@@ -298,19 +320,19 @@ class Chunk:
 
     def __init__(
         self,
-        layout: ChunkLayout,
+        whole: Placement,
         shard: nn.Parameter,
-        communicator: Communicator,
         computes: tuple[torch.dtype, torch.device],
         store: Store,
         wire: Wire,
         face: Face,
+        at: Placement | None = None,
     ) -> None:
-        """`computes`: the dtype of gathers and of the full buffer, and where the layer computes."""
-        self.layout = layout
-        # which of the layout's slices is this rank's. On a mesh, replicas have the same
-        self.index = communicator.shard_rank
-        self.place = slice(*layout.chunk_range(self.index))  # that slice of the full buffer
+        """`computes`: the dtype of gathers and of the full buffer, and where the layer computes.
+        `at`: the ranks that gather a part of all values, which this rank's slice lies in, and
+        compute with that. None: they gather all values.
+        """
+        self.whole, self.at = whole, at or whole
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
         self.compute_dtype, self.device = computes
         self.store, self.wire, self.face = store, wire, face
@@ -325,12 +347,11 @@ class Chunk:
         self.unloaded: set[int] = set()
         # trains: the requires_grad of the chunk's parameters
         self.trainable_when_wrapped = self.trains = shard.requires_grad
-        self._communicator = communicator
         self._seen_version = shard._version
         self._ticket: Ticket | None = None  # of the gather under way
         # the memory of the gather under way
         self.room: Room | None = None
-        # the usual wire and buffer, while others are in use: see `show_as_stored`
+        # the usual wire and buffer, while others are in use: see `show_whole`
         self._usual: tuple[Wire, FullBuffer | OwnMemory] | None = None
         self.full = self._new_buffer(self.compute_dtype)
         # what this chunk asks for; its layer may ask for more
@@ -349,6 +370,26 @@ class Chunk:
         return self.full.views
 
     @property
+    def layout(self) -> ChunkLayout:
+        """Of all values."""
+        return self.whole.layout
+
+    @property
+    def index(self) -> int:
+        """Which of the layout's slices is this rank's."""
+        return self.whole.index
+
+    @property
+    def among(self) -> Placement:
+        """The ranks that gather it now."""
+        return self.at if self._usual is None else self.whole
+
+    @property
+    def in_part(self) -> bool:
+        """Whether this rank computes with a part of the values alone."""
+        return self.at is not self.whole
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces of slots that this rank's slice holds, in order. Empty slots have no piece."""
         return self.layout.pieces(self.index)
@@ -363,12 +404,19 @@ class Chunk:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank."""
-        return self._communicator.world_size == 1
+        return self.whole.communicator.world_size == 1
 
     @property
     def resident(self) -> bool:
         """Whether the full buffer is the chunk itself."""
         return self.full.is_chunk
+
+    @property
+    def full_nbytes(self) -> int:
+        """The bytes of the full buffer; none for a part that lies whole on this rank."""
+        if self.in_part and self.resident:
+            return 0
+        return self.at.layout.padded_numel * self.compute_dtype.itemsize
 
     @property
     def read_only(self) -> bool:
@@ -404,7 +452,8 @@ class Chunk:
         takes of them. One that trains changes at every step.
         """
         nbytes = self.layout.padded_numel * self.compute_dtype.itemsize
-        fits = not self.shard.requires_grad and not self.resident and nbytes <= room
+        stays = not self.shard.requires_grad and not self.resident and not self.in_part
+        fits = stays and nbytes <= room
         self.lifetime = Lifetime.STEPS if fits else Lifetime.CALL
         return nbytes if fits else 0
 
@@ -427,23 +476,23 @@ class Chunk:
 
     # -- fetch and release
 
-    def show_as_stored(self) -> None:
-        """Until the next release, the full buffer has the chunk's dtype and not the compute dtype,
-        so that values are exact.
+    def show_whole(self, *, as_stored: bool) -> None:
+        """Until the next release, the full buffer holds all values. `as_stored`: it has the chunk's
+        dtype and not the compute dtype, so that they are exact.
         """
-        if self.casts and self._usual is None:
+        exact = as_stored and self.casts
+        if self._usual is None and (exact or self.in_part) and not self.full.filled:
             self._usual = self.wire, self.full
-            self.wire, self.full = Plain(), self._new_buffer(self.shard.dtype)
+            self.full = self._new_buffer(self.shard.dtype if exact else self.compute_dtype)
+            if exact:
+                self.wire = Plain()
 
-    def make_room(self, *, as_stored: bool = False) -> None:
+    def make_room(self) -> None:
         """[fetch 2] Allocates the full buffer, before ranks rely on the gather: memory may run out
         on one rank alone.
         """
         full = self.full
         if not full.filled:
-            if as_stored:
-                self.show_as_stored()
-                full = self.full
             full.allocate()
             if not full.is_chunk:
                 self.room = self.wire.room(self, full.tensor)
@@ -454,7 +503,7 @@ class Chunk:
         """Leads the face to the present full buffer."""
         full = self._seen = self.full
         self._shows_values = False
-        full.show(self.face.views(full.tensor, self.layout))
+        full.show(self.face.views(full.tensor, self.among.layout))
 
     def start_fetch(self, lane: Lane, names: NamingFailures) -> None:
         """[fetch 3] Starts the gather. The lane waits for the compute stream: for the optimizer's
@@ -487,14 +536,15 @@ class Chunk:
 
     def _gather(self, room: Room) -> Pending:
         own = self.wire.put(self, room)
-        return self._communicator.all_gather(room.received, own, room.bounds)
+        return self.among.communicator.all_gather(room.received, own, room.bounds)
 
     def take_part_in_gather(self, lane: Lane, names: NamingFailures) -> Ticket:
         """Starts a gather that only other ranks need. This rank sends its chunk, and drops what it
         receives.
         """
         self.adopt_values()
-        full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
+        numel = self.among.layout.padded_numel
+        full = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
         room, ticket = self.wire.room(self, full), Ticket(names)
         ticket.go(lane, partial(self._gather, room), None, room)
         return ticket
@@ -548,7 +598,7 @@ class Chunk:
         if not self.full.filled:
             return torch.ones((), dtype=torch.bool, device=self.device)
         self.adopt_values()
-        own = self.full.tensor[self.place]
+        own = self.full.tensor[self.among.place]
         return (own != self.wire.as_gathered(self, own.dtype).to(own.device)).any()
 
     def release(self) -> None:
@@ -601,25 +651,27 @@ class Chunk:
             torch.autograd.graph.increment_version(self.shard)
         zero_padding(self.full.tensor, self.layout)
         if not self.resident:
-            self.receive(
-                split(self.full.tensor, self.layout) if is_first(self._communicator) else None
-            )
+            first = is_first(self.whole.communicator)
+            self.receive(split(self.full.tensor, self.layout) if first else None)
             torch.autograd.graph.increment_version(self.shard)
         self.unloaded.clear()
 
     def receive(self, slices: list[Tensor] | None) -> None:  # one for each rank, on rank 0
         own = passing(self)
         values = self.shard.data if own is None else own
-        self._communicator.scatter(values, slices, self.layout.bounds).wait()
+        self.whole.communicator.scatter(values, slices, self.layout.bounds).wait()
         if own is not None:
             self.shard.data.copy_(own)
         self.store.rest(self.shard.data)
 
     def _new_buffer(self, dtype: torch.dtype) -> FullBuffer | OwnMemory:
         with torch.inference_mode(False):  # training may use the same buffer later
-            if self.alone and dtype == self.shard.dtype and not self.store.far:
-                return OwnMemory(self.shard, shows_released=not self.face.read_only)
-            return FullBuffer(self.layout.padded_numel, dtype, self.device)
+            among = self.among
+            uncut = self.alone or (among is not self.whole and among.layout.world_size == 1)
+            if uncut and dtype == self.shard.dtype and not self.store.far:
+                shows = self.alone and not self.face.read_only
+                return OwnMemory(self.shard, shows_released=shows)
+            return FullBuffer(among.layout.padded_numel, dtype, self.device)
 
 
 def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:
@@ -632,7 +684,9 @@ def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:
         alike = [c for c in chunks if c.trainable_when_wrapped == chunk.trainable_when_wrapped]
         if len({c.own_dtype for c in alike}) > 1:
             name += f"_{str(chunk.own_dtype).removeprefix('torch.')}"
-        if chunk.layout.bounds is not None:
+        if chunk.in_part:  # there is one for each parameter
+            name += "_of_" + chunk.layout.slots[0].name.replace(".", "_")
+        elif chunk.layout.bounds is not None:
             name += "_dealt"
         for number, part in enumerate(chunk.parts):
             names[name if part.parameter is chunk.shard else f"{name}_{number}"] = part.parameter

@@ -34,6 +34,7 @@ class Among:
 
     communicator: Communicator  # asked where values are asked of all ranks
     averaged_over: int  # the number of ranks for the mean: fewer if some have no data left
+    sums: Communicator  # those that have a share in them
 
     def ask(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -165,7 +166,7 @@ class ReduceScatter:
         chunk, full = gradient.account.chunk, gradient.full
         gradient.summed = (
             full
-            if full is not None and chunk.layout.world_size == 1
+            if full is not None and chunk.at.layout.world_size == 1
             else torch.empty(chunk.shard.shape, dtype=self._dtype, device=chunk.device)
         )
 

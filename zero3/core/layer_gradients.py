@@ -42,11 +42,13 @@ class LayerGradients:
         subject: Subject,
         new_account: Callable[[Chunk, Among], Account],
         dtype_for: Callable[[torch.dtype], torch.dtype | None],
+        over: Communicator,
         *,
         waits: bool,
     ) -> None:
         """`dtype_for`: of a chunk's dtype, that in which autograd hands over gradients. None: in
-        the parameter's own. `waits`: reductions wait until somebody asks for a gradient (stage 1).
+        the parameter's own. `over`: the ranks that sum gradients, if not all have a share in them.
+        `waits`: reductions wait until somebody asks for a gradient (stage 1).
         """
         self.accounts: dict[Chunk, Account] = {}
         # of the layer's parameters that are left alone
@@ -59,7 +61,7 @@ class LayerGradients:
         # what a backward does with them, unless they are deferred: a text that ranks compare
         self.fate = _REDUCED
         self.holds = 0  # the number of `step_guard` contexts that the layer is in
-        self.among = Among(communicator, communicator.world_size)
+        self.among = Among(communicator, communicator.world_size, over)
         self._waits, self._new_account, self._dtype_for = waits, new_account, dtype_for
         self._entry = Entry("reducing", subject, 2 * communicator.channel)
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
@@ -134,7 +136,7 @@ class LayerGradients:
         """Whether reductions are left for later: under `no_sync` and at stage 1. On one rank that
         would only cost memory.
         """
-        return (self.deferrals > 0 or self._waits) and self.among.communicator.world_size > 1
+        return (self.deferrals > 0 or self._waits) and self.among.sums.world_size > 1
 
     @property
     def may_reduce(self) -> bool:
@@ -147,7 +149,7 @@ class LayerGradients:
         """
         if not replicas_only:
             self.deferrals += contexts
-        elif self.among.communicator.shards < self.among.communicator.world_size:
+        elif self.among.sums.shards < self.among.sums.world_size:
             self._replica_deferrals += contexts
             self.fate = _IN_EACH_REPLICA if self._replica_deferrals else _REDUCED
 
@@ -174,9 +176,9 @@ class LayerGradients:
         memory may run out on one rank alone.
         """
         return [
-            (account, account.take_room(communicator))
-            for account in self.accounts.values()
-            if account.chunk.shard.requires_grad
+            (account, account.take_room(chunk.at.communicator if chunk.in_part else communicator))
+            for chunk, account in self.accounts.items()
+            if chunk.shard.requires_grad
         ]
 
     def back_up(self, prepared: Prepared, lanes: Lanes) -> list[Ticket]:

@@ -130,6 +130,7 @@ class LayerState:
         self._gathering = NamingFailures(communicator, "gathering", self.subject)
         self._entry = Entry("gathering", self.subject, 2 * self.identity + 1)
         self.pins = 0
+        self.pinning = False  # whether it is fetched to be pinned
         # while pinned: whether parameters are shown in the chunks' dtype and not in the compute
         # dtype
         self.as_stored = False
@@ -203,9 +204,7 @@ class LayerState:
 
     def full_nbytes(self) -> int:
         """The bytes of the layer's full buffers while it is fetched."""
-        return sum(
-            chunk.layout.padded_numel * chunk.compute_dtype.itemsize for chunk in self.chunks
-        )
+        return sum(chunk.full_nbytes for chunk in self.chunks)
 
     # -- fetch and release
 
@@ -225,7 +224,9 @@ class LayerState:
         self._check_loaded()
         self.presence = Presence.FETCHING
         for chunk in self.chunks:
-            chunk.make_room(as_stored=self.as_stored)
+            if self.pinning:
+                chunk.show_whole(as_stored=self.as_stored)
+            chunk.make_room()
         if self.chunks:
             with self.fetch_span:
                 self.conductor.conduct(Gather(self))
@@ -438,7 +439,7 @@ class LayerState:
 
     def pin(self, *, as_stored: bool) -> None:
         """Fetches the layer until it is unpinned, and lists its parameters: see `pinning.pin`."""
-        self.as_stored = as_stored
+        self.as_stored, self.pinning = as_stored, True
         try:
             self.start_fetch()
             self.finish_fetch()
@@ -446,6 +447,8 @@ class LayerState:
         except BaseException:
             self.as_stored = False
             raise
+        finally:
+            self.pinning = False
         self.pins += 1
         if self.pins == 1:
             self.unlist_chunks()

@@ -20,6 +20,7 @@ from ..core.autograd import inside_backward
 from ..core.chunk import Chunk
 from ..core.collectives import Collective, Conductor, Fetch, Gather, Reduce, chain
 from ..core.layer_state import LayerState
+from ..experts.at_home import Trip, Way, rows_of
 from ..layer import layers_of
 from ..policy import gradient_dtype
 from .timeline import Kind, Phase, Profile, Span, Transfer
@@ -154,6 +155,8 @@ class _Timed:
         result = recorder.during(now, partial(self.inner.conduct, what, absent=absent))
         if isinstance(what, Fetch):
             recorder.computes(what.layer.subject.name)
+        elif isinstance(what, Trip) and what.way is Way.COUNTS and not absent:
+            recorder.count_rows(what.layer.subject.name, rows_of(result[0]))
         return result
 
 
@@ -173,6 +176,8 @@ class _Recorder:
         self._undo: list[Callable[[], object]] = []
         self._start: object = None
         self._stop: object = None
+        # of each layer with experts at home: this rank's rows that went to each rank
+        self._rows: dict[str, list[int]] = {}
 
     # -- begin and end
 
@@ -227,7 +232,12 @@ class _Recorder:
             )
             for t in self.transfers
         ]
-        result._finish(at(self._stop), spans, transfers, prefetch_depth)
+        busiest = {
+            layer: max(rows) * len(rows) / sum(rows)
+            for layer, rows in self._rows.items()
+            if any(rows)
+        }
+        result._finish(at(self._stop), spans, transfers, prefetch_depth, busiest)
 
     # -- what the conductor tells
 
@@ -244,6 +254,11 @@ class _Recorder:
             return perform()
         finally:
             self.now = before
+
+    def count_rows(self, layer: str, rows: list[int]) -> None:
+        """So many rows of tokens go to the ranks that have experts."""
+        before = self._rows.setdefault(layer, [0] * len(rows))
+        self._rows[layer] = [count + more for count, more in zip(before, rows, strict=True)]
 
     def begin_transfer(self, lane: str) -> _Moving:
         now = self.now or _Now("", "fetch", {})  # of a read, which is not told
@@ -318,4 +333,4 @@ def _received(chunk: Chunk, itemsize: int) -> int:
     """The bytes that a rank receives in a gather or a reduction: the full buffer without the rank's
     own slice.
     """
-    return (chunk.layout.padded_numel - chunk.shard.numel()) * itemsize
+    return (chunk.at.layout.padded_numel - chunk.shard.numel()) * itemsize

@@ -53,6 +53,8 @@ class Report:
         largest_layer: The name of the largest layer; of those beside the root's own, where there
             are any.
         largest_layer_bytes: Bytes of its full parameters.
+        experts: How many experts stay at home on this rank, and how many the model has, over all of
+            its layers with `expert_parallel`. They have no full buffers and no full gradients.
         root_bytes: Bytes of the root's own layer's full parameters, which stay from forward to the
             end of backward. None without `shard`.
     """
@@ -72,6 +74,7 @@ class Report:
     policies: tuple[str, ...]
     largest_layer: str
     largest_layer_bytes: int
+    experts: tuple[int, int]
     root_bytes: int | None
 
     def __str__(self) -> str:
@@ -85,6 +88,8 @@ class Report:
             if self.shards < self.world_size
             else ""
         )
+        here, everywhere = self.experts
+        experts = f"{here} of {everywhere} experts stay here, tokens travel. " if everywhere else ""
         rests = f" in {' and '.join(self.rests)}" if self.rests != ("memory",) else ""
         stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
         return (
@@ -94,7 +99,7 @@ class Report:
             f"step holds up to {megabytes(self.full_parameters)} of full parameters and "
             f"{megabytes(self.full_gradients)} of full gradients. The largest layer is "
             f"{self.largest_layer} with {megabytes(self.largest_layer_bytes)}{root}. "
-            f"{''.join(f'{text}. ' for text in self.transfers)}{'; '.join(self.policies)}"
+            f"{experts}{''.join(f'{text}. ' for text in self.transfers)}{'; '.join(self.policies)}"
         )
 
 
@@ -129,8 +134,8 @@ def report(model: nn.Module) -> Report:
         for chunk in state.chunks:
             kind = f"{'trainable' if chunk.shard.requires_grad else 'frozen'} {chunk.stored_as}"
             chunks[kind] = chunks.get(kind, 0) + chunk.store.taken(chunk.shard.nbytes)
-            full = chunk.layout.padded_numel * chunk.compute_dtype.itemsize
-            gathered[chunk.gathered_as] = gathered.get(chunk.gathered_as, 0) + full
+            before = gathered.get(chunk.gathered_as, 0)
+            gathered[chunk.gathered_as] = before + chunk.full_nbytes
     return Report(
         rank=first.communicator.rank,
         world_size=first.communicator.world_size,
@@ -163,10 +168,20 @@ def report(model: nn.Module) -> Report:
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
         largest_layer=largest.label,
         largest_layer_bytes=largest.full_nbytes(),
+        experts=_experts(states),
         root_bytes=sum(state.full_nbytes() for state in states if id(state) in roots)
         if roots
         else None,
     )
+
+
+def _experts(states: list[LayerState]) -> tuple[int, int]:
+    first = [next((c for c in state.chunks if c.in_part), None) for state in states]
+    here, everywhere = (
+        sum(layout.slots[0].shape[0] for layout in layouts)
+        for layouts in ([c.at.layout for c in first if c], [c.layout for c in first if c])
+    )
+    return here, everywhere
 
 
 def _rounded(states: list[LayerState]) -> tuple[str, ...]:
@@ -190,9 +205,9 @@ def _rounded(states: list[LayerState]) -> tuple[str, ...]:
 
 def _gradient_nbytes(state: LayerState) -> int:
     return sum(
-        chunk.layout.padded_numel * gradient_dtype(state.policy, chunk.compute_dtype).itemsize
+        chunk.at.layout.padded_numel * gradient_dtype(state.policy, chunk.compute_dtype).itemsize
         for chunk in state.chunks
-        if chunk.shard.requires_grad
+        if chunk.shard.requires_grad and not (chunk.in_part and chunk.at.layout.world_size == 1)
     )
 
 

@@ -102,6 +102,9 @@ class Profile:
         seconds: The length of the profile.
         spans: Every `Span` of computation.
         transfers: Every `Transfer`.
+        busiest: For each layer of experts that stay at home, by name: how many of this rank's rows
+            of tokens go to the rank that gets most, over the mean of all ranks. 1.0: all get as
+            many.
     """
 
     def __init__(self) -> None:
@@ -109,6 +112,7 @@ class Profile:
         self.layers: list[LayerProfile] = []
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
+        self.busiest: dict[str, float] = {}
         self._prefetch_depth = 1
 
     def _finish(
@@ -117,8 +121,10 @@ class Profile:
         spans: Iterable[Span],
         transfers: Iterable[Transfer],
         prefetch_depth: int,
+        busiest: dict[str, float] | None = None,
     ) -> None:
         self.seconds, self._prefetch_depth = seconds, prefetch_depth
+        self.busiest = busiest or {}
         self.spans = sorted(spans, key=lambda span: span.begin)
         self.transfers = sorted(transfers, key=lambda transfer: transfer.begin)
         labels = dict.fromkeys(
@@ -221,6 +227,10 @@ class Profile:
             f"{self.exposed_ms:.1f} ms ({share:.1%}); received {self.nbytes / 1e6:.1f} MB, at "
             f"{self.bytes_per_second / 1e6:.0f} MB/s"
         )
+        lines += [
+            f"{layer}: the busiest rank gets {share:.2f} x the mean of this rank's rows of tokens"
+            for layer, share in self.busiest.items()
+        ]
         return "\n".join([*lines, *self.advice])
 
     def draw(self, path: str | PathLike[str], begin: float = 0.0, end: float | None = None) -> None:

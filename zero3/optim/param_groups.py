@@ -178,6 +178,8 @@ class _Answers:
                 self.choices[state, sharded.sites.name] = Choice(None)
                 continue
             whole = answer.get("whole", False)
+            if sharded.chunk.in_part:
+                _check_experts(name, answer, shares=sharded.chunk.at.layout.world_size)
             if spelled not in numbers:
                 numbers[spelled] = len(self.groups)
                 self.groups.append(_Group(dict(answer), parameter, whole))
@@ -235,6 +237,21 @@ def _checked(name: str, answer: Any) -> dict[str, Any]:
             "cut, so leave out align"
         )
     return dict(answer)
+
+
+def _check_experts(name: str, answer: Mapping[str, Any], *, shares: int) -> None:
+    if "align" in answer:
+        raise ValueError(
+            f"param_groups: options({name!r}) returned align={answer['align']}, and it is one of "
+            "experts that stay at home (expert_parallel=True), whose cuts are those of experts: "
+            "leave out align for it"
+        )
+    if answer.get("whole") and shares > 1:
+        raise ValueError(
+            f"options({name!r}) returned whole=True, and {shares} ranks share each block of these "
+            "experts (dp_shard of the mesh): no rank has whole ones. Leave it out for experts, or "
+            "deal them among all ranks"
+        )
 
 
 def _spelled(value: Any, objects: list[Any]) -> str:

@@ -112,7 +112,8 @@ def _parts_of(
         start, stop, choice = piece.place.start, piece.place.stop, choices[piece.slot]
         if spans and choice.merges and spans[-1][2] == choice:
             start = spans.pop()[0]
-        spans.append((start, stop, choice, piece.slot.shape if choice.whole else (stop - start,)))
+        whole = chunk.at.layout.slots[0].shape if chunk.in_part else piece.slot.shape
+        spans.append((start, stop, choice, whole if choice.whole else (stop - start,)))
     # empty parameters: no piece has them, but an optimizer keeps state for them
     if chunk.is_first_holder:
         spans += [

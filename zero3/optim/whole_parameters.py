@@ -14,7 +14,7 @@ from torch import nn
 from ..build.axes import chunk_of
 from ..build.host import host_of, memory_for
 from ..comm.agreement import agree, agreeing
-from ..core.chunk import Chunk
+from ..core.chunk import Chunk, Placement
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot
 from ..policy import dtypes_kept
@@ -54,11 +54,12 @@ def families(
     `place` tells a slot's place in the model. So cuts depend on the model alone, and not on earlier
     cuts.
     """
-    found: dict[tuple[LayerState, bool, torch.dtype, torch.dtype], list[Chunk]] = {}
+    found: dict[tuple[LayerState, object, torch.dtype, torch.dtype], list[Chunk]] = {}
     for state in states:
         for chunk in state.chunks:
             if chunk.shard.requires_grad:
-                key = state, chunk.trainable_when_wrapped, chunk.shard.dtype, chunk.own_dtype
+                kind = chunk if chunk.in_part else chunk.trainable_when_wrapped
+                key = state, kind, chunk.shard.dtype, chunk.own_dtype
                 found.setdefault(key, []).append(chunk)
     result = []
     for (state, *_), chunks in found.items():
@@ -73,6 +74,7 @@ def new_cuts(
     """Returns the families whose layouts have to change, with the new layouts. Owners are balanced
     over the whole model.
     """
+    found = [family for family in found if not family.chunks[0].in_part]  # their cuts stay
     world_size = found[0].state.communicator.shards if found else 1
     if world_size == 1:
         return []  # a single rank has every parameter whole
@@ -151,14 +153,15 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
             values = memory_for(place, numel, stored, state.device, kept)
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
             where = place, state.device
-            made.append(chunk_of(layout, shard, where, state.communicator, state.policy, old.face))
+            whole = Placement.of(layout, state.communicator)
+            made.append(chunk_of(whole, shard, where, state.policy, old.face))
     return made
 
 
 @torch.no_grad()
 def _fill(family: Family, chunks: list[Chunk]) -> None:
     for old in family.chunks:
-        old.show_as_stored()
+        old.show_whole(as_stored=True)
         old.make_room()
         family.state.start_chunk(old)
         try:

@@ -95,8 +95,17 @@ class AbsentRanks:
         with self.making():
             return _Adding(self, torch.empty_like(own), [shard], parts)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, bounds: Bounds = None) -> Pending:
-        return self._move(sent.nbytes - received.nbytes // self.shards, sent)
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
+    ) -> Pending:
+        moved = sent.nbytes - received.nbytes // self.shards
+        if into is None:
+            return self._move(moved, sent)
+        # rows of tokens, which the computation waits for
+        self._count += 1
+        self.on_event(Issued(self._count, "fetch", moved))
+        self.on_event(Awaited(self._count))
+        return Done()
 
     def _move(self, nbytes: int, sent: Tensor) -> Pending:
         self._moving = nbytes

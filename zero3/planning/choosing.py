@@ -33,7 +33,7 @@ def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
         other = here.trace()
         if (needed := other.peak(setup.batch, setup.sequence, setup.accumulation)) <= room:
             return roomier(here, other, room, needed)
-    if setup.shards == 1 or policy.stage != 3:
+    if setup.shards == 1 or policy.stage != 3 or policy.expert_parallel:
         return policy
     sums = list(accumulate(trace.frozen_buffers))
     if (

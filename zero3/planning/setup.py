@@ -34,7 +34,7 @@ FOLLOWED = frozenset(
         "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional",
         "compare_every", "grad_dtype", "quantize",
         "gather_format", "reduce_format", "group_adapters", "resident_bytes", "offload",
-        "master_dtype",
+        "master_dtype", "expert_parallel",
     }
 )  # fmt: skip
 

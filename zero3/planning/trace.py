@@ -341,7 +341,7 @@ def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
 
 
 def _full_nbytes(chunk: Chunk) -> int:
-    return chunk.layout.padded_numel * chunk.compute_dtype.itemsize
+    return chunk.full_nbytes
 
 
 def _ignore(*_: object) -> None:

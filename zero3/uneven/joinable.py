@@ -44,7 +44,8 @@ def joinable(model: nn.Module, step: Callable[[], Any]) -> JoinableModel:
 
     Raises:
         ValueError: Nothing in `model` is sharded, its layers are on different process groups, or
-            have `stage=1` or `dynamic=True`.
+            have `stage=1`, `dynamic=True`, or experts with
+            `expert_parallel=True`.
         TypeError: `step` can't be called.
         RuntimeError: There is no process group.
 
@@ -87,6 +88,14 @@ class JoinableModel(Joinable):
             raise ValueError(
                 "joinable: policy.dynamic=True, expected False: ranks without data can't follow "
                 "forwards that skip layers"
+            )
+        if at_home := next(
+            (s for s in (first, *others) if any(chunk.in_part for chunk in s.chunks)), None
+        ):
+            raise ValueError(
+                f"joinable: layer {at_home.label} has experts that stay at home "
+                "(expert_parallel=True), which other ranks need as long as they have data. Call "
+                "the model with an empty batch where there is none"
             )
         if whole := next(
             (state for state in (first, *others) if not shards_gradients(state.policy)), None

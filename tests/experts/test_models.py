@@ -1,0 +1,135 @@
+"""transformers' own mixtures, with experts at home: as plain models, from and to Hugging Face's files, with adapters of peft."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as t
+
+import zero3
+from tests.support.ranks import run_ranks
+
+_SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+CONFIGS = {
+    "Qwen3Moe": t.Qwen3MoeConfig(
+        **_SIZES, intermediate_size=24, moe_intermediate_size=12, num_experts=5, num_experts_per_tok=2, head_dim=8, decoder_sparse_step=1
+    ),
+    "Mixtral": t.MixtralConfig(**_SIZES, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2),
+    "GptOss": t.GptOssConfig(**_SIZES, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+}
+HOME = zero3.ShardingPolicy(expert_parallel=True)
+
+
+def made(name: str, implementation: str = "eager") -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = t.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).double()
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def batch(rank: int, step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(64, (1, 5 + rank), generator=torch.Generator().manual_seed(10 * step + rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(group: Any, plain: Any, model: Any, steps: int = 2) -> None:
+    mine = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+    theirs = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    for step in range(steps):
+        loss = model(**batch(group.rank, step)).loss
+        loss.backward()
+        for rank in range(group.world_size):
+            other = plain(**batch(rank, step)).loss
+            (other / group.world_size).backward()
+            if rank == group.rank:
+                torch.testing.assert_close(loss, other, rtol=1e-6, atol=1e-6)  # their norms are float32
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = zero3.full_state_dict(model, rank0_only=False)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("Qwen3Moe", "eager"), ("Qwen3Moe", "batched_mm"), ("Mixtral", "eager"), ("GptOss", "eager")]
+)
+def test_models_train_as_plain(name: str, implementation: str) -> None:
+    models = [[made(name, implementation) for _ in range(2)] for _ in range(2)]  # threads share one generator
+
+    def body(group: Any) -> None:
+        plain, model = models[group.rank]
+        train(group, plain, zero3.shard(model, policy=HOME, process_group=group))
+        assert zero3.report(model).experts[1] > 0
+
+    run_ranks(2, body)
+
+
+def test_files_are_read_and_written_expert_by_expert(tmp_path: Path) -> None:
+    made("Qwen3Moe").save_pretrained(tmp_path / "plain")
+    plain = made("Qwen3Moe")
+    with torch.device("meta"):
+        bare = [t.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["Qwen3Moe"])).double() for _ in range(2)]
+
+    for each in bare:
+        each.set_experts_implementation("eager")
+
+    def body(group: Any) -> None:
+        model = zero3.shard(bare[group.rank], policy=HOME, process_group=group, device="cpu")
+        zero3.load_pretrained(model, tmp_path / "plain")
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch(0, 0)).loss, plain(**batch(0, 0)).loss)
+        zero3.save_pretrained(model, tmp_path / "ours")
+
+    run_ranks(2, body)
+    again = t.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def adapted(**config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return peft.get_peft_model(made("Qwen3Moe"), peft.LoraConfig(r=2, init_lora_weights=False, **config))
+
+
+def test_adapters_on_other_modules_train_as_plain() -> None:
+    models = [[adapted(target_modules=["q_proj", "v_proj"]) for _ in range(2)] for _ in range(2)]
+
+    def body(group: Any) -> None:
+        plain, model = models[group.rank]
+        train(group, plain, zero3.shard(model, policy=HOME, process_group=group))
+
+    run_ranks(2, body)
+
+
+def test_adapters_on_experts_are_refused_by_name() -> None:
+    models = [adapted(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]) for _ in range(2)]
+
+    def body(group: Any) -> None:
+        with pytest.raises(ValueError, match=r"expert_parallel.*down_proj"):
+            zero3.shard(models[group.rank], policy=HOME, process_group=group)
+
+    run_ranks(2, body)
+
+
+def test_quantised_experts_are_refused_and_others_are_right() -> None:
+    models = [made("Qwen3Moe").requires_grad_(False) for _ in range(4)]
+
+    def body(group: Any) -> None:
+        everything = zero3.ShardingPolicy(expert_parallel=True, quantize=zero3.NF4())
+        with pytest.raises(ValueError, match=r"quantize.*expert_parallel"):
+            zero3.shard(models[group.rank], policy=everything, process_group=group)
+        others = zero3.NF4(select=lambda name, info: name.endswith("_proj.weight"))
+        model = models[2 + group.rank]
+        zero3.shard(model, policy=zero3.ShardingPolicy(expert_parallel=True, quantize=others), process_group=group)
+        with torch.no_grad():
+            assert model(**batch(0, 0)).loss.isfinite()
+
+    run_ranks(2, body)

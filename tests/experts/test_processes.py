@@ -1,0 +1,53 @@
+"""Experts at home on real ranks: meshes, tokens that go through gloo, the bytes that travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero3
+from tests.support.experts import Training
+from tests.support.processes import Rank, on_ranks
+
+
+class Group:
+    """What `Training` asks of a group."""
+
+    def __init__(self, rank: Rank, mesh: Any = None) -> None:
+        self.rank, self.world_size, self.mesh = rank.number, rank.world_size, mesh
+
+
+def mesh_of(names: tuple[str, ...], *shape: int) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def prepared(checkpoints: str) -> Any:
+    def prepare(model: Any) -> None:
+        model.checkpoints = checkpoints
+
+    return prepare
+
+
+def train(rank: Rank, names: tuple[str, ...], shape: tuple[int, ...], checkpoints: str, policy: dict[str, Any]) -> list[int]:
+    mesh = mesh_of(names, *shape) if names else None
+    policy = {**policy, "offload": rank.scratch} if policy.get("offload") == "DIR" else policy
+    training = Training(Group(rank, mesh), zero3.ShardingPolicy(expert_parallel=True, **policy), prepare=prepared(checkpoints))
+    training.train(2, micros=2, keeps=True).train(2, first=2).check()
+    zero3.save_checkpoint(rank.scratch / "checkpoint", training.model, training.optimizer)
+    zero3.load_checkpoint(rank.scratch / "checkpoint", training.model, training.optimizer)
+    training.train(1, first=4).check()
+    return [chunk.numel() for chunk in zero3.get_trainable_chunk(training.model)]
+
+
+DEALT, REPLICAS = ("dp_shard", "ep"), ("dp_replicate", "dp_shard")
+
+
+@pytest.mark.parametrize("checkpoints", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize(("names", "shape"), [((), (3,)), (DEALT, (2, 2)), (REPLICAS, (2, 2)), (DEALT, (1, 2)), (DEALT, (2, 1))])
+def test_meshes_train_as_one_process(names: tuple[str, ...], shape: tuple[int, ...], checkpoints: str) -> None:
+    ranks = 1
+    for each in shape:
+        ranks *= each
+    on_ranks(ranks, train, names, shape, checkpoints, {})

@@ -1,0 +1,1 @@
+"""Experts stay on the ranks that own them, and tokens travel."""

@@ -1,0 +1,153 @@
+"""Which modules are experts, and how they are cut: whole experts to each rank. Integers only."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Container, Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from ..comm.factory import is_dealt
+from ..core.layout import ChunkLayout, side_by_side
+from ..core.sites import ParameterSites
+
+__all__: list[str] = []
+
+Shape = tuple[int, ...]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts that may stay on different ranks: it has an integer
+    `num_experts`, which is the first dimension of all of its own parameters, one of these has three
+    dimensions, and its forward takes (hidden_states, top_k_index, top_k_weights). Modules inside of
+    it, such as a norm, hold no experts.
+    """
+    count = getattr(module, "num_experts", None)
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    inside = [each for child in module.children() for each in child.parameters()]
+    return (
+        type(count) is int
+        and count > 0
+        and any(parameter.dim() == 3 for parameter in own)
+        and all(parameter.dim() and parameter.shape[0] == count for parameter in own)
+        and not any(parameter.dim() > 1 and parameter.shape[0] == count for parameter in inside)
+        and len(inputs_of(module)) == 3
+    )
+
+
+def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The experts inside of a model, by name. Those that are tied to other modules are left out.
+
+    Raises:
+        ValueError: An adapter changes the parameters of experts when they are called.
+    """
+    owners = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if module is not model
+        and is_experts(module)
+        and all(owners[id(own)] == 1 for own in module.parameters(recurse=False))
+    ]
+    inside = {id(module) for _, module in found}
+    for name, module in model.named_modules():  # peft's `target_parameters`
+        adapted = getattr(module, "parameter_name", None)
+        if type(module).__name__ == "ParamWrapper" and any(
+            id(m) in inside for m in module.modules()
+        ):
+            raise ValueError(
+                f"expert_parallel=True, and an adapter of peft changes parameter {adapted!r} of "
+                f"experts, {name!r} (target_parameters): its factors would have to be cut as the "
+                "experts are. Train adapters on other modules (target_modules)"
+            )
+    return found
+
+
+def no_experts(what: str) -> ValueError:
+    """The error of a policy for experts, where there are none."""
+    return ValueError(
+        f"expert_parallel=True finds no experts in {what}: a module with an integer num_experts, "
+        "all of whose own parameters have that as their first dimension, one of them three "
+        "dimensions, and a forward (hidden_states, top_k_index, top_k_weights). Leave it out: "
+        "experts of other kinds are gathered, as everything else"
+    )
+
+
+def check_experts(
+    prefix: str,
+    found: Sequence[ParameterSites],
+    sharded: Sequence[ParameterSites],
+    formats: Container[str],
+) -> None:
+    """
+    Raises:
+        ValueError: A parameter of experts is to be left alone, or quantised.
+    """
+    for sites in found:
+        name = prefix + sites.name
+        if "." not in sites.name and sites not in sharded:
+            raise ValueError(
+                f"ignored of the policy leaves {name!r} alone, a parameter of experts that stay at "
+                "home (expert_parallel=True): each rank would compute with all of it, and number "
+                "its own experts alone"
+            )
+        if "." not in sites.name and sites.name in formats:
+            raise ValueError(
+                f"quantize of the policy selects {name!r}, of experts that stay at home "
+                "(expert_parallel=True): their bytes can't be cut at experts yet. Leave them out "
+                "(select= of the format), or gather experts"
+            )
+
+
+def check_mesh(process_group: object, *, expert_parallel: bool) -> None:
+    """
+    Raises:
+        ValueError: It is a mesh over which experts are dealt, and none are.
+    """
+    if is_dealt(process_group) and not expert_parallel:
+        raise ValueError(
+            'process_group is a mesh with the dimension "ep", over which experts are dealt, and no '
+            "layer has a policy with expert_parallel=True and experts: give it, or a mesh "
+            '("dp_replicate", "dp_shard")'
+        )
+
+
+def inputs_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the first three arguments of a module's forward. None, if it needs more."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(module.forward).parameters.values()
+    inputs = [each for each in found if each.kind in kinds]
+    needed = [each for each in inputs if each.default is each.empty]
+    return tuple(each.name for each in inputs[:3]) if len(needed) <= 3 else ()
+
+
+def cuts(experts: int, blocks: int) -> tuple[int, ...]:
+    """The first expert of each block, and the end of the last: so many each, and one more in the
+    first blocks, if they can't have the same number.
+    """
+    each, more = divmod(experts, blocks)
+    return tuple(block * each + min(block, more) for block in range(blocks + 1))
+
+
+def layouts(name: str, shape: Shape, blocks: int, shares: int) -> tuple[ChunkLayout, ...]:
+    """How a parameter `[E, ...]` of experts is cut: as a whole, block by block, each block into
+    `shares` slices; and for each block as its ranks have it, `[E_r, ...]`.
+    """
+    each = math.prod(shape[1:])
+    parts, ends = [], [0]
+    for first, end in pairwise(cuts(shape[0], blocks)):
+        numel = (end - first) * each
+        own = [numel * share // shares for share in range(shares + 1)]
+        slots = side_by_side([(name, (end - first, *shape[1:]))])
+        parts.append(ChunkLayout(slots, shares, None if shares == 1 else tuple(own)))
+        ends += [first * each + bound for bound in own[1:]]
+    whole = ChunkLayout(side_by_side([(name, shape)]), blocks * shares, tuple(ends))
+    return (whole, *parts)
