@@ -16,6 +16,7 @@ from .forward_methods import register_forward_method
 from .huggingface.load_pretrained import load_pretrained
 from .huggingface.merging import save_merged
 from .huggingface.save_pretrained import save_pretrained
+from .huggingface.stream_weights import stream_weights
 from .layer import Zero3Layer
 from .materialize import materialize
 from .offload.activations import offload_activations
@@ -93,4 +94,5 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "set_trainable",
     "shard",
     "step_guard",
+    "stream_weights",
 ]

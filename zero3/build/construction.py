@@ -33,7 +33,7 @@ from ..core.parameters import (
 )
 from ..core.sites import ParameterSites
 from ..guards.backward_inputs import know_chunks
-from ..guards.first_step import watch_first_steps
+from ..guards.first_step import steps_seen
 from ..guards.marks import mark, mark_ignored, mark_sharded
 from ..guards.unshardable import check_parameters
 from ..guards.wrappers import wrapper_in
@@ -208,7 +208,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         RuntimeError: A launcher started several processes, but there is no process group.
     """
     know_chunks()
-    watch_first_steps()
+    steps_seen()
     examined = _examine(request, is_layer)
     note = examined.agree()
     communicator, device, label = examined.communicator, examined.device, examined.label

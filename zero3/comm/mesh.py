@@ -126,3 +126,8 @@ class MeshCommunicator:
         replicas = self.world_size // self.shards
         what = f"a mesh of {replicas} x {self.shards} of {numbered(self._members)}"
         return board_of(what, self._members, self.rank)
+
+
+def shards_of(communicator: Communicator) -> Communicator:
+    """The ranks that hold one copy of the chunks together: those of this rank's replica, or all."""
+    return communicator._row if isinstance(communicator, MeshCommunicator) else communicator

@@ -480,25 +480,35 @@ class Chunk:
         ticket = Ticket(names)
         ticket.go(
             lane,
-            partial(self._gather, room),
+            partial(self._gather, room, self.wire),
             self.wire.behind(self, room, full.tensor) if self.wire.decodes else None,
             room,
         )
         self._ticket = ticket  # only now: a gather that has not begun is none
 
-    def _gather(self, room: Room) -> Pending:
-        own = self.wire.put(self, room)
+    def _gather(self, room: Room, wire: Wire) -> Pending:
+        own = wire.put(self, room)
         return self._communicator.all_gather(room.received, own, room.bounds)
+
+    def _gather_into(self, full: Tensor, wire: Wire, lane: Lane, names: NamingFailures) -> Ticket:
+        self.adopt_values()
+        room, ticket = wire.room(self, full), Ticket(names)
+        ticket.go(lane, partial(self._gather, room, wire), None, room)
+        return ticket
 
     def take_part_in_gather(self, lane: Lane, names: NamingFailures) -> Ticket:
         """Starts a gather that only other ranks need. This rank sends its chunk, and drops what it
         receives.
         """
-        self.adopt_values()
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
-        room, ticket = self.wire.room(self, full), Ticket(names)
-        ticket.go(lane, partial(self._gather, room), None, room)
-        return ticket
+        return self._gather_into(full, self.wire, lane, names)
+
+    def read(self, lane: Lane, names: NamingFailures) -> tuple[Tensor, Ticket]:
+        """Starts to gather what is stored, exactly, into memory of the reader's. The chunk's own
+        full buffer is left as it is.
+        """
+        full = torch.empty(self.layout.padded_numel, dtype=self.shard.dtype, device=self.device)
+        return full, self._gather_into(full, Plain(), lane, names)
 
     def adopt_values(self) -> None:
         """Copies values of a part that was given other data (`parameter.data = values`) back into

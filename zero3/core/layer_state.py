@@ -27,6 +27,7 @@ from .layer_gradients import LayerGradients
 from .parameters import ShardedParameter, remember_order, restore_order, show_all
 from .released import ReleasedParameter
 from .sites import ParameterSites
+from .ticket import Ticket
 
 __all__: list[str] = []
 
@@ -247,6 +248,12 @@ class LayerState:
         for chunk, ticket in zip(self.chunks, tickets, strict=True):
             ticket.wait()
             chunk.store.rest(chunk.shard.data)
+
+    def read(self, chunk: Chunk) -> tuple[Tensor, Ticket]:
+        """Starts to gather a chunk for a reader: see `Chunk.read`. No conductor hears of it, nor
+        does the log, because the ranks of another replica may read at another time, or not at all.
+        """
+        return chunk.read(self.lanes.fetch, self._gathering)
 
     def finish_fetch(self) -> None:
         """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may
