@@ -21,6 +21,7 @@ from .layer import Zero3Layer
 from .materialize import materialize
 from .offload.activations import offload_activations
 from .offload.optimizer import offload_optimizer
+from .offload.parked import parked
 from .optim.check_optimizer import check_optimizer
 from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
@@ -79,6 +80,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "offload_optimizer",
     "param_groups",
     "parameter_norms",
+    "parked",
     "plan",
     "profile",
     "reduce_gradients",

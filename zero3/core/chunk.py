@@ -242,6 +242,31 @@ class FullBuffer:
             self.left = True
 
 
+class Memory:
+    """All that a tensor's storage holds. It can be given back: the tensor, and others over it, stay
+    the same objects, and nobody may read them until it is taken again.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
+
+    @property
+    def address(self) -> int:
+        return self._storage.data_ptr()
+
+    @property
+    def may_go(self) -> bool:
+        """Mapped memory, for one, may not."""
+        return self._storage.resizable() and self.bytes.numel() > 0
+
+    def give_back(self) -> None:
+        self._storage.resize_(0)
+
+    def take(self) -> None:
+        self._storage.resize_(self.bytes.numel())
+
+
 class Lifetime(IntEnum):
     """How long a full buffer stays filled. Each value holds longer than those before it."""
 

@@ -6,7 +6,7 @@ listens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ..comm.communicator import is_first
 from ..core.collectives import Use
 from ..core.layer_state import LayerState
-from .marks import state_of
+from .marks import ignored_by, state_of
 
 __all__: list[str] = []
 
@@ -42,7 +42,7 @@ class Steps:
         self._listeners.remove(listener)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for state in _layers_of(optimizer) if self._listeners else ():
+        for state in _layers_of(optimizer, ignored_by) if self._listeners else ():
             state.conductor.conduct(Use(state, "an optimizer's step"))
         # zero3's own have others in them, which are looked at themselves
         if optimizer in self._known or type(optimizer).__module__.startswith("zero3."):
@@ -64,8 +64,10 @@ def steps_seen() -> Steps:
     return register.zero3_looks  # type: ignore[no-any-return]
 
 
-def _layers_of(optimizer: Optimizer) -> list[LayerState]:
-    found = (state_of(p) for group in optimizer.param_groups for p in group["params"])
+def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[LayerState]:
+    """`others`: tell the layer of a parameter that is in none of its chunks."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    found = (known(p) for p in held for known in (state_of, *others))
     return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
 
 
