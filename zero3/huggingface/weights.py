@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.contents import Contents
+from ..checkpoint.meta_buffers import twin
 from ..comm.mesh import shards_of
 from ..conductors.conducted import unconducted
 from ..core.chunk import Chunk
@@ -247,11 +248,16 @@ class WeightWalk:
         return self._readings[chunk].is_own and not chunk.read_only
 
     def _computed(self, output: Output) -> Tensor:
+        """By peft, on a copy of the modules: those of the model would fetch their layers."""
         model, adapter = self._encoder
-        encoder = {id(p) for p in _all_parameters(model.prompt_encoder[adapter])}
-        ids = encoder & self._sharded.keys()
-        with shown((self._sharded[each].sites, self._value(each)) for each in ids):
-            return state_of_adapter(model, adapter, {})[output.name].flatten()
+        copies: dict[nn.Module, nn.Module] = {}
+        copy = twin(model, copies)
+        for module in plain_modules(model.prompt_encoder[adapter]):
+            for name, parameter in parameters_of(module):
+                if parameter is not None:
+                    value = self._value(id(parameter))
+                    copies[module]._parameters[name] = nn.Parameter(value, requires_grad=False)
+        return state_of_adapter(copy, adapter, {})[output.name].flatten()
 
 
 @contextmanager
