@@ -210,8 +210,8 @@ class _Away:
         kept = [(p, p.grad) for p in parts if p.grad is not None]
         reached: list[Tensor] = [*(chunk.shard for chunk in chunks), *parts]
         reached += _tensors([list(member.state.values()) for member in members])
+        reached += _tensors([(_reduced(g), vars(g).get("zero3_exact")) for _, g in kept])
         inner = [t for account in accounts_of(states) for t in account.held]
-        inner += _tensors([(_reduced(g), vars(g).get("zero3_exact")) for _, g in kept])
         self._rest, self._undo = rest, list[Callable[[], object]]()
         with as_plain_tensors():
             found = {memory.address: memory for memory in map(Memory, [*reached, *inner])}
