@@ -206,7 +206,7 @@ def test_reading_and_writing_values_inside_parked_is_an_error_or_nothing(tmp_pat
             for gradient in gradients:  # that the caller has kept
                 repr(gradient), gradient.sum(), gradient.zero_()
             for p in model.parameters():
-                with pytest.raises(RuntimeError, match="needs the values of a gradient inside zero3.parked"):
+                with pytest.raises(RuntimeError, match=r"needs the values of a gradient inside zero3\.parked"):
                     p.grad.sum()
         after = [*(value.detach() for value in values), *(p.grad.as_subclass(Tensor) for p in model.parameters())]
         assert same_bits(after, before)

@@ -133,10 +133,7 @@ def walk_of(
 ) -> WeightWalk:
     """What is streamed. It makes no collective."""
     owner: Any = innermost(model)
-    adapted = isinstance(getattr(owner, "peft_config", None), dict) and hasattr(
-        owner, "get_base_model"
-    )
-    _check_choice(adapted, merge_adapters, adapters_only)
+    _check_choice(has_adapters(owner), merge_adapters, adapters_only)
     contents = Contents(model, "stream_weights", as_values=not adapters_only)
     modules: Sequence[nn.Module] = ()
     encoder: tuple[Any, str] = (None, "")
@@ -162,6 +159,12 @@ def walk_of(
         "stream_weights",
     )
     return WeightWalk(contents, outputs, modules, encoder=encoder)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether it is a model of peft's."""
+    kept = getattr(model, "peft_config", None)
+    return isinstance(kept, dict) and hasattr(model, "get_base_model")
 
 
 def _check_choice(adapted: bool, merge_adapters: bool, adapters_only: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +162,7 @@ class _InFile:
             self._file = room_on_disk(self._directory, nbytes)
         except ValueError as error:
             raise OSError(str(error)) from error
+        finalize(self, self._file.close)  # also if another rank refuses
         for place, piece in _pieces(memories):
             write_at(self._file, place, bytes_of(piece.cpu()))
 
