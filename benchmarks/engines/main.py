@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
-from tests.support.live import LiveBytes
+from benchmarks.common.counters import LiveBytes
 from zero3.access import states_of
 
 
@@ -66,7 +66,9 @@ def consumed(stream: Iterator[Any]) -> int:
 def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}/meeting", rank=rank, world_size=options.ranks, timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}/meeting", rank=rank, world_size=options.ranks, timeout=timedelta(minutes=5)
+    )
     shape = options.layers, options.width, options.vocabulary
     ours, theirs = zero3.shard(model_of(*shape)), fully_sharded(model_of(*shape))
     bucket = options.bucket_megabytes << 20
@@ -87,8 +89,9 @@ def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
     live = {}
     for name, start in systems.items():
         with LiveBytes() as counted:
-            counted.left_out = {chunk.shard.untyped_storage().data_ptr() for state in states_of(ours) for chunk in state.chunks}
-            live[name] = counted.peak_of(lambda start=start: consumed(start()))
+            consumed(start())
+        own = ours.parameters() if "zero3" in name else (p.to_local() for p in theirs.parameters())
+        live[name] = counted.peak - sum(p.untyped_storage().nbytes() for p in own)
     found = {"seconds": seconds, "live": live, "parked": parking(ours, store), "layer": max(s.full_nbytes() for s in states_of(ours))}
     found["nbytes"] = consumed(zero3.stream_weights(ours))
     found["largest"] = max(tensor.nbytes for _, tensor in zero3.stream_weights(ours))
@@ -118,8 +121,8 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
     first, megabytes = next(iter(found["seconds"])), 1 << 20
     base = statistics.median(found["seconds"][first])
     lines = [
-        f"{found['nbytes'] / megabytes:.0f} MiB of weights, {options.ranks} ranks, one thread each, medians of {options.repetitions}; the largest "
-        f"layer has {found['layer'] / megabytes:.1f} MiB, the largest tensor {found['largest'] / megabytes:.1f}.",
+        f"{found['nbytes'] / megabytes:.0f} MiB of weights, {options.ranks} ranks, one thread each, medians of {options.repetitions}. "
+        f"The largest layer has {found['layer'] / megabytes:.1f} MiB, the largest tensor {found['largest'] / megabytes:.1f}.",
         "",
         "| | seconds | x FSDP2 | live bytes above the chunks, MiB |",
         "|---|---|---|---|",
@@ -130,8 +133,8 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
     parked = found["parked"]
     lines += [
         "",
-        f"parked: {parked['before'] / megabytes:.0f} MiB of chunks, gradients and state; inside {100 * parked['inside'] / parked['before']:.2f} % "
-        f"of them. There and back: {parked['seconds']:.1f} s.",
+        f"parked: {parked['before'] / megabytes:.0f} MiB of chunks, gradients and state, and inside "
+        f"{100 * parked['inside'] / parked['before']:.2f} % of them. There and back: {parked['seconds']:.1f} s.",
     ]
     return "\n".join(lines)
 

@@ -71,7 +71,9 @@ def test_stream_weights_is_ready_on_the_current_stream_on_any_schedule(policy: s
         found = []
         for step in range(3):
             optimizer.step()
-            copies = [tensor * 1 for bucket in zero3.stream_weights(model, max_bytes=(1, 3 * WIDE * WIDE, 10**9)[step]) for _, tensor in bucket]
+            copies = [
+                tensor * 1 for bucket in zero3.stream_weights(model, max_bytes=(1, 3 * WIDE * WIDE, 10**9)[step]) for _, tensor in bucket
+            ]
             model(me.tensor(step, 4, WIDE)).pow(2).mean().backward()
             found.append(on_host(copies))
         return found
@@ -80,4 +82,9 @@ def test_stream_weights_is_ready_on_the_current_stream_on_any_schedule(policy: s
     expected = run(2, body)
     for seed in range(3):
         simulated.schedule(policy, seed, progress=0.2, memory="exact")
-        assert all(torch.equal(a, b) for one, other in zip(run(2, body), expected, strict=True) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for one, other in zip(run(2, body), expected, strict=True)
+            for x, y in zip(one, other, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )

@@ -1,7 +1,8 @@
-"""TRL with `use_vllm=True`, against stand-ins that store what they are sent: names and bits are those of save_pretrained and save_merged."""
+"""TRL with `use_vllm=True`, against stand-ins that store what they are sent: names and bits of save_pretrained and save_merged."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from tests.support.trainers import launched
 from zero3.access import states_of
 
 pytest.importorskip("trl")
-from tests.integrations import test_trl as makers  # noqa: E402
-from tests.support.engines import Server, vllm_stands_in  # noqa: E402
+from tests.integrations import test_trl as makers
+from tests.support.engines import Server, vllm_stands_in
 
 
 def files_in(directory: Path) -> dict[str, Tensor]:
@@ -30,6 +31,12 @@ def trainer_with(kind: str, mode: str, lora: bool, rank: Rank, url: str | None, 
     how |= {} if lora else {"beta": 0.0}  # a reference would be read from the model's directory
     directory = rank.scratch / "run"
     return makers.grpo(True, lora, directory, **how) if kind == "grpo" else makers.rloo(True, directory, lora=lora, **how)
+
+
+def look(model: Any, looked: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"inside zero3\.parked"):
+        zero3.full_state_dict(model)
+    looked.append("once")
 
 
 def sync(rank: Rank, kind: str, mode: str, lora: bool, sleeps: bool) -> int:
@@ -61,7 +68,7 @@ def sync(rank: Rank, kind: str, mode: str, lora: bool, sleeps: bool) -> int:
 
         vars(engine).update(sync_weights=watched)
         if sleeps:
-            engine.llm.looks = lambda: looked.append(pytest.raises(RuntimeError, zero3.full_state_dict, trainer.model).match("parked"))
+            engine.llm.looks = partial(look, trainer.model, looked)
         trainer.train()
         assert bool(looked) == sleeps
         assert not any(state.pinned for state in states_of(trainer.model))

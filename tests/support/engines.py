@@ -67,7 +67,9 @@ class Answering(BaseHTTPRequestHandler):
         known: dict[str, Any] = {
             "/health": {},
             "/v1/models": {"data": [{"id": "a stand-in"}]},
-            "/server_info?config_format=json": {"vllm_config": {"weight_transfer_config": {}, "model_config": {"logprobs_mode": "processed_logprobs"}}},
+            "/server_info?config_format=json": {
+                "vllm_config": {"weight_transfer_config": {}, "model_config": {"logprobs_mode": "processed_logprobs"}}
+            },
             "/get_world_size": {"world_size": 1},
         }
         self.answer(known[self.path])
@@ -82,7 +84,11 @@ class Answering(BaseHTTPRequestHandler):
             return
         known: dict[str, Any] = {"/reset_prefix_cache": {"success": True}}
         if self.path == "/v1/completions":
-            logprobs = {"tokens": [f"token_id:{t}" for t in ANSWER], "token_logprobs": [-1.0] * len(ANSWER), "top_logprobs": [None] * len(ANSWER)}
+            logprobs = {
+                "tokens": [f"token_id:{t}" for t in ANSWER],
+                "token_logprobs": [-1.0] * len(ANSWER),
+                "top_logprobs": [None] * len(ANSWER),
+            }
             one = {"token_ids": ANSWER, "logprobs": logprobs}
             known[self.path] = {"choices": [{"prompt_token_ids": p, **one} for p in asked["prompt"] for _ in range(asked["n"])]}
         self.answer(known.get(self.path, {}))
@@ -129,7 +135,8 @@ class LLM:
         self.looks: Any = None  # called while it generates
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.load))
         self.llm_engine = SimpleNamespace(
-            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)), model_config=SimpleNamespace(max_model_len=64)
+            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)),
+            model_config=SimpleNamespace(max_model_len=64),
         )
 
     def load(self, named: list[tuple[str, Tensor]]) -> None:

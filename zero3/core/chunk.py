@@ -242,7 +242,7 @@ class FullBuffer:
             self.left = True
 
 
-class Memory:
+class MovableMemory:
     """All that a tensor's storage holds. It can be given back: the tensor, and others over it, stay
     the same objects, and nobody may read them until it is taken again.
     """

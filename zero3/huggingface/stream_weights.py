@@ -202,7 +202,7 @@ def _buckets(outputs: Sequence[Output], max_bytes: int | None) -> list[list[Outp
     return buckets
 
 
-class _Memory:
+class _YieldedMemory:
     """What is yielded lies in it, and is overwritten by what is yielded next: so it is no more than
     the largest of them, also if the caller still holds the last one.
     """
@@ -243,7 +243,7 @@ class _Stream(Generator[Any, None, None]):
         self._tensors = walk.tensors()
         buckets = _buckets(walk.outputs, max_bytes)
         self._left, self._single = iter(buckets), max_bytes is None
-        self._memory: _Memory | None = _Memory(buckets, device)
+        self._memory: _YieldedMemory | None = _YieldedMemory(buckets, device)
         self._ended_by = ""
         self._is_over = False
         # the layers hold no stream: one that is dropped ends at once
@@ -268,7 +268,7 @@ class _Stream(Generator[Any, None, None]):
         self.close()
         raise StopIteration
 
-    def _filled(self, bucket: Sequence[Output], memory: _Memory) -> list[Named]:
+    def _filled(self, bucket: Sequence[Output], memory: _YieldedMemory) -> list[Named]:
         found = []
         # the caller may be inside of inference_mode now, and outside when they are overwritten
         with torch.inference_mode(False), torch.no_grad():

@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 20  # elements looked up one by one together
 Fill = Callable[[Tensor, int], None]
 
 
-class _Group(NamedTuple):
+class _SameLayers(NamedTuple):
     """Tensors of the same layers, and the chunks that they, and adapters for them, are in."""
 
     outputs: list[Output]
@@ -89,7 +89,7 @@ class WeightWalk:
             layers = {self._states[s.chunk] for s in self._sources([output])}
             numbers = sorted(map(contents.states.index, layers))
             groups.setdefault(tuple(numbers), []).append(output)
-        self._groups = [_Group(group, self._chunks_of(group)) for group in groups.values()]
+        self._groups = [_SameLayers(group, self._chunks_of(group)) for group in groups.values()]
         self.outputs = [output for group in self._groups for output in group.outputs]
         self._last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
         self._found: frozenset[Chunk] = frozenset()
@@ -158,7 +158,7 @@ class WeightWalk:
                 if self._last[chunk] == number:
                     del self._readings[chunk]
 
-    def _start(self, group: _Group) -> None:
+    def _start(self, group: _SameLayers) -> None:
         for chunk in group.chunks:
             if chunk not in self._readings:
                 found = chunk.full.tensor if chunk in self._found else None

@@ -23,7 +23,7 @@ from ..comm.mesh import shards_of
 from ..comm.streams import give_cache_back
 from ..conductors.conducted import unconducted
 from ..core.autograd import as_plain_tensors, tensors_in
-from ..core.chunk import Memory
+from ..core.chunk import MovableMemory
 from ..core.collectives import Collective
 from ..core.flat import not_a_number
 from ..core.gradient_types import DeferredGradient
@@ -85,7 +85,7 @@ def parked(
         land_steps(states)
         for state in states:
             state.release()
-        away = _Away(states, members, _rest_for(to))
+        away = _Away(states, members, _place_for(to))
     door = Door(states, _refuse)
     try:
         away.leave()
@@ -117,36 +117,36 @@ def _check(states: Sequence[LayerState], members: Sequence[Any]) -> None:
         )
 
 
-class _Rest(Protocol):
+class _ParkingPlace(Protocol):
     """Where memory rests."""
 
     def takes(self, memory: Tensor) -> bool: ...
 
-    def put(self, memories: Sequence[Memory]) -> None:
+    def put(self, memories: Sequence[MovableMemory]) -> None:
         """Copies them. Nothing of them changes."""
         ...
 
-    def fetch(self, memories: Sequence[Memory]) -> None:
+    def fetch(self, memories: Sequence[MovableMemory]) -> None:
         """Copies them back, in the same order."""
         ...
 
 
-class _InHostMemory:
+class _HostCopies:
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
 
     def takes(self, memory: Tensor) -> bool:
         return memory.device.type != "cpu"
 
-    def put(self, memories: Sequence[Memory]) -> None:
+    def put(self, memories: Sequence[MovableMemory]) -> None:
         self._copies = [memory.bytes.cpu() for memory in memories]
 
-    def fetch(self, memories: Sequence[Memory]) -> None:
+    def fetch(self, memories: Sequence[MovableMemory]) -> None:
         for memory, copy in zip(memories, self._copies, strict=True):
             memory.bytes.copy_(copy)
 
 
-class _InFile:
+class _ParkingFile:
     """A file without a name."""
 
     def __init__(self, directory: str) -> None:
@@ -156,7 +156,7 @@ class _InFile:
     def takes(self, memory: Tensor) -> bool:
         return True
 
-    def put(self, memories: Sequence[Memory]) -> None:
+    def put(self, memories: Sequence[MovableMemory]) -> None:
         nbytes = sum(memory.bytes.numel() for memory in memories)
         try:
             self._file = room_on_disk(self._directory, nbytes)
@@ -166,7 +166,7 @@ class _InFile:
         for place, piece in _pieces(memories):
             write_at(self._file, place, bytes_of(piece.cpu()))
 
-    def fetch(self, memories: Sequence[Memory]) -> None:
+    def fetch(self, memories: Sequence[MovableMemory]) -> None:
         with self._file:
             for place, piece in _pieces(memories):
                 here = piece if piece.device.type == "cpu" else piece.cpu()
@@ -175,7 +175,7 @@ class _InFile:
                 piece.copy_(here)
 
 
-def _pieces(memories: Iterable[Memory]) -> Iterator[tuple[int, Tensor]]:
+def _pieces(memories: Iterable[MovableMemory]) -> Iterator[tuple[int, Tensor]]:
     """Pieces of a few MB, and their places one behind another."""
     place = 0
     for memory in memories:
@@ -184,10 +184,10 @@ def _pieces(memories: Iterable[Memory]) -> Iterator[tuple[int, Tensor]]:
             place += piece.numel()
 
 
-def _rest_for(to: object) -> _Rest:
+def _place_for(to: object) -> _ParkingPlace:
     if not isinstance(to, str | os.PathLike):
         raise TypeError(f"parked(to={to!r}): expected 'cpu' or a directory")
-    return _InHostMemory() if to == "cpu" else _InFile(os.path.abspath(to))
+    return _HostCopies() if to == "cpu" else _ParkingFile(os.path.abspath(to))
 
 
 class _Parked:
@@ -206,7 +206,9 @@ class _Away:
     without memory would end the process. A gradient becomes one that has no values.
     """
 
-    def __init__(self, states: Sequence[LayerState], members: Iterable[Any], rest: _Rest) -> None:
+    def __init__(
+        self, states: Sequence[LayerState], members: Iterable[Any], rest: _ParkingPlace
+    ) -> None:
         chunks = [chunk for state in states for chunk in state.chunks]
         parts = [part.parameter for chunk in chunks for part in chunk.parts]
         kept = [(p, p.grad) for p in parts if p.grad is not None]
@@ -216,7 +218,7 @@ class _Away:
         inner = [t for account in accounts_of(states) for t in account.held]
         self._rest, self._undo = rest, list[Callable[[], object]]()
         with as_plain_tensors():
-            found = {memory.address: memory for memory in map(Memory, [*reached, *inner])}
+            found = {memory.address: memory for memory in map(MovableMemory, [*reached, *inner])}
             self._memories = {a: m for a, m in found.items() if m.may_go and rest.takes(m.bytes)}
             self._reached = [tensor for tensor in reached if self._moves(tensor)]
             self._gradients = [
@@ -232,7 +234,7 @@ class _Away:
         rest.put(list(self._memories.values()))
 
     def _moves(self, tensor: Tensor) -> bool:
-        return Memory(tensor).address in self._memories
+        return MovableMemory(tensor).address in self._memories
 
     def leave(self) -> None:
         for parameter, gradient in self._gradients:
