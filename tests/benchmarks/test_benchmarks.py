@@ -37,7 +37,20 @@ def pictures(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["peers", "quantised", "fabric", "overhead", "scale", "gpu", "optimizer", "construction", "architectures", "convergence", "offload"],
+    [
+        "peers",
+        "quantised",
+        "fabric",
+        "overhead",
+        "scale",
+        "gpu",
+        "optimizer",
+        "construction",
+        "architectures",
+        "convergence",
+        "offload",
+        "engines",
+    ],
 )
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"benchmarks.{name}.main")

@@ -140,14 +140,15 @@ class WeightWalk:
         """These are found in their full buffers."""
         self._found = frozenset(chunks)
 
-    def tensors(self) -> Iterator[tuple[Output, Fill]]:
-        """Yields each tensor, with a function that fills it until the next one is asked for."""
-        depth = min(1, self._contents.states[0].policy.prefetch_depth)
+    def tensors(self, ahead: int = 0) -> Iterator[tuple[Output, Fill]]:
+        """Yields each tensor, with a function that fills it until the next one is asked for.
+        `ahead`: how many layers are gathered beside the present one.
+        """
         for number, group in enumerate(self._groups):
             self._start(group)
             for chunk in group.chunks:
                 self._readings[chunk].wait()
-            for following in self._groups[number + 1 : number + 1 + depth]:
+            for following in self._groups[number + 1 : number + 1 + ahead]:
                 self._start(following)
             self._others = self._received(group.outputs)
             for output in group.outputs:
