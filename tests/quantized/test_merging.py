@@ -128,11 +128,11 @@ def test_save_merged_holds_one_layer_at_a_time(tmp_path: Path, monkeypatch: pyte
     model = zero3.shard(lora(target_modules=["q_proj", "down_proj"]), policy=zero3.ShardingPolicy(quantize=zero3.NF4()))
     read, alive = LayerState.read, list[tuple[str, weakref.ref[Tensor]]]()
 
-    def watched(state: LayerState, chunk: Any) -> Any:
-        full, ticket = read(state, chunk)
+    def watched(state: LayerState, chunk: Any, full: Tensor) -> Any:
+        ticket = read(state, chunk, full)
         alive.append((state.label, weakref.ref(full)))
         whole.append({label for label, found in alive if found() is not None})
-        return full, ticket
+        return ticket
 
     monkeypatch.setattr(LayerState, "read", watched)
     zero3.save_merged(model, tmp_path / "out")

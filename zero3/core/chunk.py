@@ -528,12 +528,11 @@ class Chunk:
         full = torch.empty(self.layout.padded_numel, dtype=self.compute_dtype, device=self.device)
         return self._gather_into(full, self.wire, lane, names)
 
-    def read(self, lane: Lane, names: NamingFailures) -> tuple[Tensor, Ticket]:
-        """Starts to gather what is stored, exactly, into memory of the reader's. The chunk's own
-        full buffer is left as it is.
+    def read(self, full: Tensor, lane: Lane, names: NamingFailures) -> Ticket:
+        """Starts to gather what is stored, exactly, into `full` `[W*S]`, which is the reader's. The
+        chunk's own full buffer is left as it is.
         """
-        full = torch.empty(self.layout.padded_numel, dtype=self.shard.dtype, device=self.device)
-        return full, self._gather_into(full, Plain(), lane, names)
+        return self._gather_into(full, Plain(), lane, names)
 
     def adopt_values(self) -> None:
         """Copies values of a part that was given other data (`parameter.data = values`) back into

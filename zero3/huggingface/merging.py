@@ -151,7 +151,7 @@ def _fill(walk: WeightWalk, export: Export) -> None:
         for file in export.shards
         for output, place in export.places(file)
     }
-    for output, fill in walk.tensors():
+    for output, fill, _ in walk.tensors():
         file, place = places[output.name]
         low, high = contents.share(output.numel)
         # ranks may have other values: rank 0's count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, overload
 
 import torch
@@ -272,10 +273,14 @@ class _Stream(Generator[Any, None, None]):
         found = []
         # the caller may be inside of inference_mode now, and outside when they are overwritten
         with torch.inference_mode(False), torch.no_grad():
-            for output, part in zip(bucket, memory.parts(bucket), strict=True):
-                _, fill = next(self._tensors)
-                fill(part, 0)
-                found.append((output.name, part.view(output.shape)))
+            parts = memory.parts(bucket)
+            for output, fill, as_read in islice(self._tensors, len(bucket)):
+                # what lies in a bucket is kept while the walk goes on
+                tensor = as_read() if self._single else None
+                if tensor is None:
+                    tensor = next(parts)
+                    fill(tensor, 0)
+                found.append((output.name, tensor.view(output.shape)))
         return found
 
     def close(self) -> None:

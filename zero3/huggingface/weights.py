@@ -4,6 +4,7 @@ or two layers' at a time. Nothing of the model changes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,15 +23,22 @@ from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter, named, parameters_of, plain_modules
 from ..core.sites import ParameterSites
 from ..core.ticket import Ticket
-from .index_maps import Computed
+from .index_maps import Computed, Whole
 from .outputs import Output, state_of_adapter
 
 __all__: list[str] = []
 
 _AT_ONCE = 1 << 20  # elements looked up one by one together
 
-# Writes elements of a tensor, from number `start` on, into a flat tensor of its dtype.
-Fill = Callable[[Tensor, int], None]
+
+class Walked(NamedTuple):
+    """A tensor that the walk has come to. The functions work until the walk goes on."""
+
+    output: Output
+    # writes its elements, from number `start` on, into a flat tensor of its dtype
+    fill: Callable[[Tensor, int], None]
+    # the flat tensor where it was read, which the caller may write into; None: it has to be filled
+    as_read: Callable[[], Tensor | None]
 
 
 class _SameLayers(NamedTuple):
@@ -41,15 +49,16 @@ class _SameLayers(NamedTuple):
 
 
 class _Reading:
-    """A chunk in memory of the reader's, or in a full buffer that is there already, `found`."""
+    """A chunk in memory of the reader's, `memory`, or in a full buffer that is there already."""
 
-    def __init__(self, state: LayerState, chunk: Chunk, found: Tensor | None) -> None:
-        self._state, self._chunk, self.is_own = state, chunk, found is None
+    def __init__(self, state: LayerState, chunk: Chunk, memory: Tensor | None) -> None:
+        self._state, self._chunk, self.memory = state, chunk, memory
         self._ticket: Ticket | None = None
-        if found is None:
-            self.full, self._ticket = state.read(chunk)
+        if memory is None:
+            self.full = chunk.full.tensor
         else:
-            self.full = found
+            self.full = memory[: _nbytes(chunk)].view(chunk.shard.dtype)
+            self._ticket = state.read(chunk, self.full)
 
     def wait(self) -> None:
         if self._ticket is not None:
@@ -57,6 +66,10 @@ class _Reading:
             self._ticket = None
             self._chunk.store.rest(self._chunk.shard.data)
             self._state.settle()
+
+
+def _nbytes(chunk: Chunk) -> int:
+    return chunk.layout.padded_numel * chunk.shard.dtype.itemsize
 
 
 class WeightWalk:
@@ -94,6 +107,7 @@ class WeightWalk:
         self._last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
         self._found: frozenset[Chunk] = frozenset()
         self._readings: dict[Chunk, _Reading] = {}
+        self._memory: dict[tuple[int, int], Tensor] = {}  # of readings, one after another
         self._others: dict[str, Tensor] = {}  # buffers, flat, of the present group
         # by id of the parameter: values of the present tensor, and what is merged where it is read
         self._values: dict[int, Tensor] = {}
@@ -140,30 +154,55 @@ class WeightWalk:
         """These are found in their full buffers."""
         self._found = frozenset(chunks)
 
-    def tensors(self, ahead: int = 0) -> Iterator[tuple[Output, Fill]]:
-        """Yields each tensor, with a function that fills it until the next one is asked for.
-        `ahead`: how many layers are gathered beside the present one.
-        """
+    def tensors(self, ahead: int = 0) -> Iterator[Walked]:
+        """Yields each tensor. `ahead`: how many layers are gathered beside the present one."""
+        uses = Counter(name for output in self.outputs for name in output.index_map.sources)
         for number, group in enumerate(self._groups):
-            self._start(group)
+            self._start(number, 1 + ahead)
             for chunk in group.chunks:
                 self._readings[chunk].wait()
-            for following in self._groups[number + 1 : number + 1 + ahead]:
-                self._start(following)
+            for following in range(number + 1, min(number + 1 + ahead, len(self._groups))):
+                self._start(following, 1 + ahead)
             self._others = self._received(group.outputs)
             for output in group.outputs:
-                yield output, partial(self._fill, output)
+                used_once = all(uses[name] == 1 for name in output.index_map.sources)
+                as_read = partial(self._as_read, output, used_once)
+                yield Walked(output, partial(self._fill, output), as_read)
             self._values.clear()
             self._others.clear()
             for chunk in group.chunks:
                 if self._last[chunk] == number:
                     del self._readings[chunk]
+        self._memory.clear()
 
-    def _start(self, group: _SameLayers) -> None:
-        for chunk in group.chunks:
+    def _start(self, number: int, at_once: int) -> None:
+        """`at_once`: how many layers are read at the same time. They take turns with memory."""
+        for place, chunk in enumerate(self._brief(number)):
             if chunk not in self._readings:
-                found = chunk.full.tensor if chunk in self._found else None
-                self._readings[chunk] = _Reading(self._states[chunk], chunk, found)
+                memory = self._memory_for(number % at_once, place, at_once)
+                self._readings[chunk] = _Reading(self._states[chunk], chunk, memory)
+        for chunk in self._groups[number].chunks:
+            if chunk not in self._readings:
+                there, size = chunk in self._found, (_nbytes(chunk),)
+                own = None if there else torch.empty(size, dtype=torch.uint8, device=chunk.device)
+                self._readings[chunk] = _Reading(self._states[chunk], chunk, own)
+
+    def _brief(self, number: int) -> list[Chunk]:
+        """The chunks that are read for this group alone, the largest first."""
+        chunks = [c for c in self._groups[number].chunks if c not in self._found]
+        alone = [c for c in chunks if sum(c in group.chunks for group in self._groups) == 1]
+        return sorted(alone, key=_nbytes, reverse=True)
+
+    def _memory_for(self, turn: int, place: int, turns: int) -> Tensor:
+        """Made once, and large enough for every turn: to take new pages takes longer than a gather,
+        and whoever still holds the last tensor would keep them.
+        """
+        if (turn, place) not in self._memory:
+            brief = [self._brief(number) for number in range(turn, len(self._groups), turns)]
+            sizes = [_nbytes(chunks[place]) for chunks in brief if place < len(chunks)]
+            device = self._contents.device
+            self._memory[turn, place] = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        return self._memory[turn, place]
 
     def _received(self, outputs: Sequence[Output]) -> dict[str, Tensor]:
         """Buffers, with the values of the first rank."""
@@ -179,6 +218,17 @@ class WeightWalk:
         return found
 
     # -- one tensor
+
+    @torch.no_grad()
+    def _as_read(self, output: Output, used_once: bool) -> Tensor | None:
+        known, name = self._contents, output.index_map.sources[0]
+        if not (used_once and isinstance(output.index_map, Whole)):
+            return None
+        sharded = known.parameters.get(name)
+        is_own = sharded is None or sharded.chunk not in self._found or sharded.chunk.read_only
+        return (
+            self._values_of(output)[name] if is_own and known.dtype(name) == output.dtype else None
+        )
 
     @torch.no_grad()
     def _fill(self, output: Output, out: Tensor, start: int = 0) -> None:
@@ -246,7 +296,7 @@ class WeightWalk:
 
     def _is_writable(self, parameter: int) -> bool:
         chunk = self._sharded[parameter].chunk
-        return self._readings[chunk].is_own and not chunk.read_only
+        return self._readings[chunk].memory is not None and not chunk.read_only
 
     def _computed(self, output: Output) -> Tensor:
         """By peft, on a copy of the modules: those of the model would fetch their layers."""
