@@ -4,7 +4,8 @@
     python benchmarks/engines/main.py --layers 2 --repetitions 1     short
 
 Each rank is a process, which has both models. Repetitions alternate between the systems, so that a noisy machine is noisy to both.
-A consumer takes one number of each tensor. Live bytes are those of storages that operations have made. `parked` moves a trained
+A consumer takes one number of each tensor. Live bytes are those of storages that operations have made, on a rank whose peers are
+not there (torch's `fake` backend), so that the memory of transfers is not counted. `parked` moves a trained
 model's chunks, gradients and AdamW's state to a file: the bytes of their storages before and inside are counted.
 """
 
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
+from benchmarks.common.alone import rank_zero_of
 from benchmarks.common.counters import LiveBytes
 from zero3.access import states_of
 
@@ -63,6 +65,33 @@ def consumed(stream: Iterator[Any]) -> int:
     return nbytes
 
 
+def streams_of(model: Any, options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Any]]]:
+    megabytes = options.bucket_megabytes
+    return {
+        "zero3.stream_weights": lambda: zero3.stream_weights(model),
+        f"zero3.stream_weights, max_bytes={megabytes} MiB": lambda: zero3.stream_weights(model, max_bytes=megabytes << 20),
+        "zero3.stream_weights, dtype=bfloat16": lambda: zero3.stream_weights(model, dtype=torch.bfloat16),
+    }
+
+
+def living(options: argparse.Namespace) -> dict[str, Any]:
+    """Bytes, on one rank whose peers are not there, and take no memory."""
+    with rank_zero_of(options.ranks):
+        model = zero3.shard(model_of(options.layers, options.width, options.vocabulary))
+        live = {}
+        for name, start in streams_of(model, options).items():
+            with LiveBytes() as counted:
+                for chunk in model.parameters():
+                    chunk.data.view(-1)  # which is seen
+                counted.restart()
+                before = counted.now
+                consumed(start())
+            live[name] = counted.peak - before
+        tensors = [tensor.nbytes for _, tensor in zero3.stream_weights(model)]
+        layer = max(state.full_nbytes() for state in states_of(model))
+        return {"live": live, "layer": layer, "largest": max(tensors), "nbytes": sum(tensors)}
+
+
 def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -71,13 +100,7 @@ def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
     )
     shape = options.layers, options.width, options.vocabulary
     ours, theirs = zero3.shard(model_of(*shape)), fully_sharded(model_of(*shape))
-    bucket = options.bucket_megabytes << 20
-    systems: dict[str, Callable[[], Iterator[Any]]] = {
-        "FSDP2, full_tensor() one by one": lambda: by_fsdp2(theirs),
-        "zero3.stream_weights": lambda: zero3.stream_weights(ours),
-        f"zero3.stream_weights, max_bytes={options.bucket_megabytes} MiB": lambda: zero3.stream_weights(ours, max_bytes=bucket),
-        "zero3.stream_weights, dtype=bfloat16": lambda: zero3.stream_weights(ours, dtype=torch.bfloat16),
-    }
+    systems = {"FSDP2, full_tensor() one by one": lambda: by_fsdp2(theirs), **streams_of(ours, options)}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for repetition in range(options.repetitions + 1):
         for name, start in systems.items():
@@ -86,15 +109,7 @@ def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
             consumed(start())
             if repetition:  # the first one allocates
                 seconds[name].append(time.perf_counter() - begun)
-    live = {}
-    for name, start in systems.items():
-        with LiveBytes() as counted:
-            consumed(start())
-        own = ours.parameters() if "zero3" in name else (p.to_local() for p in theirs.parameters())
-        live[name] = counted.peak - sum(p.untyped_storage().nbytes() for p in own)
-    found = {"seconds": seconds, "live": live, "parked": parking(ours, store), "layer": max(s.full_nbytes() for s in states_of(ours))}
-    found["nbytes"] = consumed(zero3.stream_weights(ours))
-    found["largest"] = max(tensor.nbytes for _, tensor in zero3.stream_weights(ours))
+    found = {"seconds": seconds, "parked": parking(ours, store)}
     if rank == 0:
         Path(store, "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -129,7 +144,8 @@ def table(found: dict[str, Any], options: argparse.Namespace) -> str:
     ]
     for name, each in found["seconds"].items():
         median = statistics.median(each)
-        lines.append(f"| {name} | {median:.2f} | {median / base:.2f} | {found['live'][name] / megabytes:.1f} |")
+        live = f"{found['live'][name] / megabytes:.1f}" if name in found["live"] else ""
+        lines.append(f"| {name} | {median:.2f} | {median / base:.2f} | {live} |")
     parked = found["parked"]
     lines += [
         "",
@@ -151,7 +167,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as store:
         mp.start_processes(rank_main, (store, options), options.ranks, start_method="fork")  # type: ignore[no-untyped-call]
-        found = json.loads(Path(store, "found.json").read_text())
+        found = {**json.loads(Path(store, "found.json").read_text()), **living(options)}
     text = table(found, options)
     print(text)
     if options.output is not None:
