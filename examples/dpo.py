@@ -11,6 +11,7 @@ reference. The output has the model, or the adapters, for `from_pretrained`.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = preferences(options.data)
     model, tokenizer = load(options, data)
     adapters = None if options.lora is None else peft.LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = Trainer(model=model, args=chosen, train_dataset=data, processing_class=tokenizer, peft_config=adapters)
+    reference = copy.deepcopy(model) if adapters is None else None  # it is sharded, too
+    given = {"train_dataset": data, "processing_class": tokenizer, "peft_config": adapters}
+    trainer = Trainer(model=model, ref_model=reference, args=chosen, **given)
     trainer.train()
     trainer.save_model()
     margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "rewards/margins" in entry]
