@@ -31,7 +31,7 @@ FLOORS = (
     {"build"},
     {"layer", "auto_wrap"},
     {"sequential", "access"},
-    {"shard", "names", "resilience", "forward_methods", "by_hand"},
+    {"shard", "names", "resilience", "forward_methods", "by_hand", "door"},
     {"optim"},
     {"checkpoint", "zero1", "uneven", "diagnose"},
     {"huggingface", "formats", "initial_values", "offload"},

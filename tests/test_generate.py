@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -234,19 +235,16 @@ def small_llama_with_adapters() -> Any:
 
 
 BATCHES: dict[str, Callable[[Any, list[list[int]]], Any]] = {
-    "generate_batch": lambda model, prompts: model.generate_batch(prompts),
-    "generate_batch without prompts": lambda model, prompts: model.generate_batch([]),
     "init_continuous_batching": lambda model, prompts: model.init_continuous_batching(),
     "continuous_batching_context_manager": lambda model, prompts: model.continuous_batching_context_manager(),
-    "generate": lambda model, prompts: model.generate(torch.tensor(prompts), cache_implementation="paged"),
 }
 
 
 @HAS_IT
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", BATCHES)
-def test_generate_batch_outside_of_resident_says_so_on_all_ranks(name: str, world_size: int) -> None:
-    """So does each way into it. What is around it stays as it was."""
+def test_continuous_batching_by_hand_outside_of_resident_says_so_on_all_ranks(name: str, world_size: int) -> None:
+    """What is around it stays as it was."""
 
     def body(model: Any, group: ThreadCommunicator) -> None:
         with pytest.raises(RuntimeError, match=r"continuous batching calls.*Put all of it inside of `with zero3\.resident\(model\):`"):
@@ -258,9 +256,10 @@ def test_generate_batch_outside_of_resident_says_so_on_all_ranks(name: str, worl
 
 
 @HAS_IT
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("build", [small_llama, small_llama_with_adapters])
-def test_generate_batch_inside_resident_gives_what_one_plain_process_gives(build: Callable[[], Any]) -> None:
-    """Ranks with other numbers of prompts, and one without."""
+def test_generate_batch_gives_what_one_plain_process_gives(build: Callable[[], Any], inside: bool) -> None:
+    """Ranks with other numbers of prompts and lengths, and one without. It is resident, also where it is inside of that."""
     prompts = [[3, 4, 5], [7, 8, 9, 10]]
     config = t.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = t.ContinuousBatchingConfig(page_size=32, num_blocks=8, max_batch_tokens=32)
@@ -270,9 +269,26 @@ def test_generate_batch_inside_resident_gives_what_one_plain_process_gives(build
         return [each.generated_tokens for each in made.values()]
 
     def body(model: Any, group: ThreadCommunicator) -> list[list[int]]:
-        with zero3.resident(model):
-            return completed(model, prompts[: 2 - group.rank])
+        with zero3.resident(model) if inside else nullcontext():
+            found = completed(model, prompts[: 2 - group.rank])
+        assert_at_rest(model)
+        model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+        return found
 
     expected = completed(build(), prompts)
     assert len(expected) == 2
     assert on_ranks(3, build, body) == [expected, expected[:1], []]
+
+
+@HAS_IT
+def test_after_an_exception_in_generate_batch_on_one_rank_layers_are_released() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        if group.rank:
+            with pytest.raises(AttributeError):
+                model.generate_batch([[3, 4]], generation_config="none")
+        else:
+            model.generate_batch([])
+        assert_at_rest(model)
+        model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+
+    on_ranks(2, small_llama, body)

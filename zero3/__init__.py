@@ -16,10 +16,12 @@ from .forward_methods import register_forward_method
 from .huggingface.load_pretrained import load_pretrained
 from .huggingface.merging import save_merged
 from .huggingface.save_pretrained import save_pretrained
+from .huggingface.stream_weights import stream_weights
 from .layer import Zero3Layer
 from .materialize import materialize
 from .offload.activations import offload_activations
 from .offload.optimizer import offload_optimizer
+from .offload.parked import parked
 from .optim.check_optimizer import check_optimizer
 from .optim.clipping import clip_grad_norm_
 from .optim.grad_scaler import GradScaler
@@ -78,6 +80,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "offload_optimizer",
     "param_groups",
     "parameter_norms",
+    "parked",
     "plan",
     "profile",
     "reduce_gradients",
@@ -93,4 +96,5 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "set_trainable",
     "shard",
     "step_guard",
+    "stream_weights",
 ]

@@ -12,6 +12,7 @@ from torch import nn
 
 from .comm.agreement import agree, all_go_on
 from .core.autograd import inside_backward
+from .core.collectives import Use
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState, check_process
 from .core.parameters import named, plain_modules
@@ -273,6 +274,7 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
         ValueError, RuntimeError: Ranks call different functions, or want different layers, or one
             passes an `error`.
     """
+    _tell_of_use(states, caller)
     # pinned layers need no gather, so one rank may call this alone
     if not all(state.pinned for state in states):
         first = states[0]
@@ -317,6 +319,7 @@ def reset(model: nn.Module) -> None:
             "hook). The gradients that it has brought so far would be lost, without an error. "
             "Call it after the backward has ended or raised."
         )
+    _tell_of_use([layer._state for layer in layers], "reset")
     for runtime in runtimes_in(model):
         runtime.reset()
     for layer in layers:
@@ -336,6 +339,19 @@ def states_of(module: nn.Module) -> list[LayerState]:
         raise _not_sharded(module)
     check_process(states)
     return states
+
+
+def used(module: nn.Module, by: str) -> list[LayerState]:
+    """As `states_of`, for the function `by`, which uses values, or moves any. Conductors hear
+    of it first: one may finish what was begun, or refuse.
+    """
+    states = states_of(module)
+    _tell_of_use(states, by)
+    return states
+
+
+def _tell_of_use(states: list[LayerState], by: str) -> None:
+    states[0].conductor.conduct(Use(states[0], by))
 
 
 def _states_in(module: nn.Module) -> list[LayerState]:

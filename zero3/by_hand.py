@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .access import states_of
+from .access import used
 from .comm.agreement import agree
 from .core.layer_state import LayerState, Presence
 from .layer import layers_of, runtimes_in
@@ -96,7 +96,7 @@ def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
         zero3.set_forward_order(model, [model.embedding, *model.blocks, model.head])
     """
-    states = states_of(model)
+    states = used(model, "set_forward_order")
     known = {id(layer): layer._state for layer in layers_of(model)}
     runtimes = runtimes_in(model)
     root = vars(model).get("_zero3_root")
@@ -144,7 +144,7 @@ def reduce_gradients(model: nn.Module) -> None:
         zero3.reduce_gradients(model)
         optimizer.step()
     """
-    states = states_of(model)
+    states = used(model, "reduce_gradients")
     first = states[0]
     inside = next((state for state in states if not state.gradients.may_reduce), None)
     error = (
@@ -166,7 +166,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
-    states = states_of(module)
+    states = used(module, caller)
     busy = next(
         (state for state in states if state.presence in (Presence.FETCHED, Presence.FETCHING)), None
     )

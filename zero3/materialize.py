@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .access import states_of
+from .access import used
 from .checkpoint.meta_buffers import hooks_of, initialise, twin
 from .checkpoint.random_state import generators, restore
 from .comm.agreement import agree
@@ -65,7 +65,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         torch.manual_seed(0)
         zero3.materialize(new)
     """
-    states = states_of(model)
+    states = used(model, "materialize")
     first = states[0]
     told = Commands(states)
     agree(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .access import pinned
+from .access import pinned, resident
 from .auto_wrap import Candidate, Layers, choose, few_that_train, tied_across
 from .build.construction import Request, agree_on, all_but, build_state, device_of
 from .build.selecting import formats_of, without_ignored
@@ -480,6 +480,9 @@ def _batch_if_resident(
     """A thread calls the model there, as often as this rank's prompts need, and drops what it
     raises: half of a text would come back.
     """
+    if name == "generate_batch":  # all of it is in this call
+        with resident(module):
+            return method(*args, **kwargs)
     state = root()
     if state is None or not state.resident:
         raise RuntimeError(

@@ -93,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
             self.collectives[name.split(".")[1].strip("_")] += 1
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type != "meta":
                 self._note(leaf.untyped_storage())
         return result
 

@@ -50,6 +50,7 @@ def pictures(folder: Path) -> set[str]:
         "convergence",
         "offload",
         "experts",
+        "engines",
     ],
 )
 def test_each_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,8 +180,8 @@ FAULTS = [
     Fault(
         "what a gather brings is allocated on another stream",
         "core/chunk.py",
-        "                self.room = self.wire.room(self, full.tensor)\n",
-        "                with torch.Stream(self.shard.device):\n                    self.room = self.wire.room(self, full.tensor)\n",
+        "                self.room = self.wire.room(self, full.tensor, self.among)\n",
+        "                with torch.Stream(self.shard.device):\n                    self.room = self.wire.room(self, full.tensor, self.among)\n",
         "compressed",
     ),
     Fault(

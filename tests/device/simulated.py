@@ -146,6 +146,7 @@ def _install() -> None:
             setattr(torch.cuda, name, function)
     else:
         torch._register_device_module(TYPE, type("module", (), {name: staticmethod(f) for name, f in _functions().items()}))
+    torch.accelerator.empty_cache = _functions()["empty_cache"]
     real_resize = torch.UntypedStorage.resize_
 
     def resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -152,7 +153,7 @@ def given(rank: Rank, directory: Path, name: str) -> dict[str, Any]:
         "device": torch.device("cpu"), "directory": str(directory / name), "blocks": blocks, "model": model, "plain_model": Words(),
         "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.ConstantLR(optimizer), "loss_of": loss_of, "batches": batches,
         "batch": batches[0], "micro_batches": batches, "token_batches": [(ids, ids) for ids in batches], "prompt": {"ids": batches[0]},
-        "weight": torch.randn(8, 8),
+        "weight": torch.randn(8, 8), "prompts": [], "engine": SimpleNamespace(load_weight=lambda name, tensor: None, generate=list),
         "print": lambda *told: None,
     }  # fmt: skip
     if name in ("shard", "load_pretrained", "materialize", "plan", "Cluster"):

@@ -49,7 +49,8 @@ _EVERY = Try(
 _COMPILED = Try("Trainer", {"torch_compile": True, "torch_compile_backend": "eager"}, {})
 _FOLLOWING = Try("dpo", _REFERENCE), Try("kto", _REFERENCE), Try("grpo", _REFERENCE | {"by path": True, "beta": 0.1})
 _CHECKPOINTS = "test_trainer_checkpoints.py::test_a_checkpoint_is_resumed_on_other_numbers_of_ranks"
-_GENERATES = "test_options.py::test_what_generates_elsewhere_is_refused_by_each_trainer"
+_VLLM = "test_engines.py::test_vllm_is_synchronised_by_names_and_bits_of_the_files"
+_BATCHING = "test_engines.py::test_trl_generates_by_continuous_batching"
 _AHEAD = "test_trl.py::test_the_reference_is_computed_in_the_constructor"
 
 RIGHT: dict[str, Option] = {
@@ -125,8 +126,14 @@ RIGHT: dict[str, Option] = {
         "the head has a chunk of its own dtype",
         (Try("grpo", {"cast_lm_head_to_fp32": True, "by path": True, "dtype": "bfloat16"}, rtol=2e-3),),
     ),
+    "use_vllm": Option("against a stand-in: names and bits are those of `save_pretrained`, with adapters of `save_merged`", _VLLM),
+    "vllm_mode": Option("server, colocate", _VLLM),
+    "vllm_enable_sleep_mode": Option("the model is parked while the engine generates", _VLLM),
+    "use_transformers_continuous_batching": Option("each rank holds the whole model meanwhile", _BATCHING),
+    "use_transformers_paged": Option("the older name of it", _BATCHING),
+    "transformers_continuous_batching_config": Option("as it is", _BATCHING),
     "cache_implementation": Option(
-        "each rank has its own keys and values. `paged` is continuous batching: an error at the first step",
+        "each rank has its own keys and values. `paged` is continuous batching",
         (Try("grpo", {"cache_implementation": "static"}),),
     ),
 }
@@ -145,9 +152,6 @@ REFUSED: dict[str, Refusal] = {
     "use_liger_kernel": Refusal("it gives modules other forwards when training begins", True),
     "enable_jit_checkpoint": Refusal("each rank would save when its own signal comes", True),
     "save_on_each_node": Refusal("all ranks write one checkpoint, where all of them see it", True),
-    "use_vllm": Refusal("vLLM would be sent chunks", _GENERATES),
-    "use_transformers_continuous_batching": Refusal("it is right inside of `resident` alone, which the trainer does not enter", _GENERATES),
-    "use_transformers_paged": Refusal("the older name of it", _GENERATES),
 }
 NO_MATTER: dict[str, str] = {
     "which rows a rank gets, and in which form": "per_device_train_batch_size per_device_eval_batch_size dataloader_drop_last "
@@ -166,11 +170,11 @@ NO_MATTER: dict[str, str] = {
     "use_bias_correction_kl normalize_advantages reward_clip_range center_rewards_coefficient desirable_weight undesirable_weight",
     "what `generate` draws, on each rank by itself": "max_completion_length temperature top_p top_k min_p generation_kwargs "
     "repetition_penalty max_tool_calling_iterations use_cache",
-    "for what is refused": "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
+    "what vLLM is told, and what is made of its answers": "vllm_model_impl vllm_structured_outputs_regex vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
     "vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
-    "vllm_importance_sampling_clip_min vllm_importance_sampling_cap transformers_continuous_batching_config liger_kernel_config "
-    "optim_target_modules fsdp_config ds3_gather_for_generation",
+    "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
+    "for what is refused": "liger_kernel_config optim_target_modules fsdp_config ds3_gather_for_generation",
     "for DDP, which is not there": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
     "how ranks find each other, and their devices, before the model is sharded": "ddp_backend ddp_timeout local_rank use_cpu",
     "how kernels compute, and what they leave behind": "tf32 torch_compile_mode torch_empty_cache_steps",

@@ -111,16 +111,3 @@ def refuse(rank: Rank, option: str) -> None:
 @pytest.mark.parametrize("option", VALUES)
 def test_an_option_is_refused_by_name_when_the_trainer_is_made(option: str) -> None:
     on_ranks(1, refuse, option)
-
-
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
-@pytest.mark.parametrize("option", ["use_vllm", "use_transformers_continuous_batching", "use_transformers_paged"])
-def test_what_generates_elsewhere_is_refused_by_each_trainer(kind: str, option: str) -> None:
-    on_ranks(1, refuse_to_generate, kind, option)
-
-
-def refuse_to_generate(rank: Rank, kind: str, option: str) -> None:
-    name = option.replace("use_transformers_paged", "use_transformers_continuous_batching")  # the older name of it
-    lora = (False,) if kind == "grpo" else ()
-    with launched(rank), pytest.raises(ValueError, match=f"^{name}=True: "):
-        getattr(makers, kind)(True, *lora, rank.scratch, **{option: True})

@@ -400,6 +400,40 @@ class Resident(Evaluated):
             super().between(one)
 
 
+class Streamed(Row):
+    """Between epochs, and between a backward and its step. Rank 0 gets all; others break off, or hold their iterators."""
+
+    def between(self, one: Sharded) -> None:
+        stream = one.notes["stream"] = zero3.stream_weights(one.model)
+        for number, (name, tensor) in enumerate(stream):
+            one.show(f"{name}, streamed", tensor.clone())
+            if number == 2 * one.rank and one.rank:
+                break
+
+    def plain_between(self, one: Plain) -> None:
+        for name, p in one.model.named_parameters():
+            for rank in range(one.world_size):
+                one.show(f"{name}, streamed", p.detach().clone(), rank)
+
+    def before_step(self, one: Sharded) -> None:
+        self.between(one)
+
+    def plain_before_step(self, one: Plain) -> None:
+        self.plain_between(one)
+
+
+class Parked(Row):
+    """Likewise: nothing has changed when all is back."""
+
+    def between(self, one: Sharded) -> None:
+        with zero3.parked(one.model, one.optimizer, to="cpu" if one.device.type != "cpu" else one.folder / "parked"):
+            for parameter in one.model.parameters():
+                parameter.new_empty(parameter.shape)
+
+    def before_step(self, one: Sharded) -> None:
+        self.between(one)
+
+
 class FullParams(Row):
     """Users write."""
 
@@ -572,6 +606,8 @@ AXES: dict[str, dict[str, Row]] = {
     "evaluation": {"no_grad": Evaluated("evaluation", streams=True)},
     "resident": {"evaluation": Resident("resident", streams=True)},
     "full_params": {"writeback": FullParams("full_params", streams=True)},
+    "stream_weights": {"": Streamed("stream_weights", streams=True)},
+    "parked": {"": Parked("parked", streams=True)},
     "fetch": {"by hand": Fetched("fetch", streams=True)},
     "full_state_dict": {"and back": Loaded("full_state_dict")},
     "save_checkpoint": {"other ranks": Reloaded("save_checkpoint")},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
-from zero3.access import states_of
-from zero3.huggingface import merging
-from zero3.pinning import pin
+from zero3.core.layer_state import LayerState
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -124,19 +123,22 @@ def test_save_merged_of_a_quantised_model_without_adapters_and_its_config(tmp_pa
 
 
 def test_save_merged_holds_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the root's own layer, which has all adapters."""
+    """And all adapters, which the root's own layer has."""
     whole: list[set[str]] = []
     model = zero3.shard(lora(target_modules=["q_proj", "down_proj"]), policy=zero3.ShardingPolicy(quantize=zero3.NF4()))
+    read, alive = LayerState.read, list[tuple[str, weakref.ref[Tensor]]]()
 
-    def watched(state: Any) -> None:
-        pin(state)
-        whole.append({each.label for each in states_of(model) if each.pinned})
+    def watched(state: LayerState, chunk: Any, full: Tensor) -> Any:
+        ticket = read(state, chunk, full)
+        alive.append((state.label, weakref.ref(full)))
+        whole.append({label for label, found in alive if found() is not None})
+        return ticket
 
-    monkeypatch.setattr(merging, "pin", watched)
+    monkeypatch.setattr(LayerState, "read", watched)
     zero3.save_merged(model, tmp_path / "out")
     assert len(whole) >= 5
     assert all(len([label for label in labels if "the root" not in label]) <= 1 for labels in whole)
-    assert not any(state.pinned for state in states_of(model))
+    assert not any(found() is not None for _, found in alive)
 
 
 def test_what_can_not_be_merged_is_a_valueerror_on_all_ranks_and_nothing_is_written(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from ..core.sites import ParameterSites
 from ..experts.at_home import AtHome
 from ..experts.finding import check_experts
 from ..guards.backward_inputs import know_chunks
-from ..guards.first_step import watch_first_steps
+from ..guards.first_step import steps_seen
 from ..guards.marks import mark, mark_ignored, mark_sharded
 from ..guards.unshardable import check_parameters
 from ..guards.wrappers import wrapper_in
@@ -219,7 +219,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         RuntimeError: A launcher started several processes, but there is no process group.
     """
     know_chunks()
-    watch_first_steps()
+    steps_seen()
     examined = _examine(request, is_layer)
     note = examined.agree()
     device, label, policy = examined.device, examined.label, request.policy

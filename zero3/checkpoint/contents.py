@@ -125,6 +125,10 @@ class Contents:
         for state in self.states:
             yield from state.chunks
 
+    def share(self, numel: int) -> tuple[int, int]:
+        """Of so many elements, which are all here, those that this rank writes: from and to."""
+        return numel * self.number // self.world_size, numel * (self.number + 1) // self.world_size
+
     def knows(self, name: str) -> bool:
         return name in self.parameters or name in self.others
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import decode_scalar, dtype_named
 from ..optim.check_optimizer import warn_if_inexact
@@ -193,7 +193,7 @@ def _looked_at(
 
     Warns if an optimizer is not exact.
     """
-    first = states_of(model)[0]
+    first = used(model, caller)[0]
     with agreeing(first.communicator, first.device, caller):
         contents, together = Contents(model, caller), Together(optimizer)
         land_steps(contents.states if reads else ())

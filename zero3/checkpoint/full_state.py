@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import agree_to_gather, states_of
+from ..access import agree_to_gather, states_of, used
 from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
 from ..comm.plain_values import kind_of, unreadable
@@ -144,7 +144,7 @@ def load_full_state_dict(
         weights = torch.load(f"{directory}/weights.pt", weights_only=True) if rank == 0 else None
         zero3.load_full_state_dict(model, weights)
     """
-    states = states_of(model)
+    states = used(model, "load_full_state_dict")
     first = states[0]
     given: dict[str, Any] = {}
     with agreeing(first.communicator, first.device, "load_full_state_dict") as lines:

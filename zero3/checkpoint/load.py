@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import states_of, used
 from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
 from ..core.parameters import named
@@ -79,7 +79,7 @@ def load_checkpoint(
             extra = zero3.load_checkpoint(latest, model, optimizer)
             schedule.load_state_dict(extra["schedule"])
     """
-    states_of(model)[0].saves.finish()
+    used(model, "load_checkpoint")[0].saves.finish()
     return _Loader(path, model, optimizer, weights).load()
 
 

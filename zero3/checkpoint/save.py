@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agree, agreeing, exchange_texts
 from ..core.layer_state import LayerState
 from ..optim.check_optimizer import warn_if_inexact
@@ -147,7 +147,7 @@ class _Asked:
 
 def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _Prepared:
     """Finds all mistakes before a file is made. Every rank raises them."""
-    first = states_of(model)[0]
+    first = used(model, "save_checkpoint")[0]
     # if ranks have made different transfers, a checkpoint of them must not replace a good one
     first.log.look()
     first.saves.finish()

@@ -185,3 +185,8 @@ class BlocksCommunicator:
 
     def same_ranks(self, other: Communicator) -> bool:
         return self._inner.same_ranks(other._inner if isinstance(other, type(self)) else other)
+
+
+def shards_of(communicator: Communicator) -> Communicator:
+    """The ranks that hold one copy of the chunks together: those of this rank's replica, or all."""
+    return communicator._row if isinstance(communicator, MeshCommunicator) else communicator

@@ -300,6 +300,12 @@ class DeviceMemory:
         torch.accelerator.reset_peak_memory_stats(self._device)
 
 
+def give_cache_back(device: torch.device) -> None:
+    """Gives memory that the allocator of `device` has, and nobody uses, to others on the device."""
+    if has_streams(device):
+        torch.accelerator.empty_cache()
+
+
 class Clock(Protocol):
     """Measures the time of work on the current stream. The host does not wait for the work."""
 

@@ -170,9 +170,9 @@ class Backward:
         """Called before a recomputation. Under reentrant checkpointing the recomputed layers get a
         backward inside this one.
         """
+        self._tell_conductor()
         if not self.ending.awaited and not self._outer_ending.awaited:
             self._outer_ending.wait(then=self._end_recomputing)
-        self._tell_conductor()
         self._finish_nested()
 
     def _finish_nested(self) -> None:
@@ -249,6 +249,7 @@ class Backward:
             return
         if self.ending.missed:
             self.reset()
+        self._tell_conductor()  # it may refuse: then this backward has left nothing
         if self.owes:
             self.forget_zeroed()
         for state in self._ignoring:
@@ -256,14 +257,13 @@ class Backward:
         if self.resting:
             self.resting.go_on()
         self.ending.wait(then=self._end)
-        self._tell_conductor()
         self.order.begin()
 
     def _tell_conductor(self, *, begins: bool = True) -> None:
         if self._told != begins:
-            self._told = begins
             first = self._stack.layers[0]
             first.conductor.conduct(Round(first, Activity.BACKWARD, begins))
+            self._told = begins
 
     def _before(self, trace: LayerTrace, call: LayerCall) -> None:
         """[B2] A gradient is about to flow into the graph of `call`."""

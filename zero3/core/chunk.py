@@ -157,7 +157,7 @@ class Wire(Protocol):
         """Whether the full buffer holds other numbers than the chunk, though in its dtype."""
         ...
 
-    def room(self, chunk: Chunk, full: Tensor) -> Room: ...
+    def room(self, chunk: Chunk, full: Tensor, among: Placement) -> Room: ...
 
     def put(self, chunk: Chunk, room: Room) -> Tensor:
         """What this rank sends. It works in the lane."""
@@ -180,8 +180,8 @@ class Plain:
     def rounds(self, chunk: Chunk) -> bool:
         return False
 
-    def room(self, chunk: Chunk, full: Tensor) -> Room:
-        casts, far, among = full.dtype != chunk.shard.dtype, chunk.store.far, chunk.among
+    def room(self, chunk: Chunk, full: Tensor, among: Placement) -> Room:
+        casts, far = full.dtype != chunk.shard.dtype, chunk.store.far
         own = full[among.place] if casts or far else None
         lent = passing(chunk) if casts else own
         return Room(full, own if casts else None, lent if far else None, among.layout.bounds)
@@ -262,6 +262,31 @@ class FullBuffer:
         # sparse tensors have no storage
         if tensor.layout == torch.strided and tensor.untyped_storage() is self._storage:
             self.left = True
+
+
+class MovableMemory:
+    """All that a tensor's storage holds. It can be given back: the tensor, and others over it, stay
+    the same objects, and nobody may read them until it is taken again.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
+
+    @property
+    def address(self) -> int:
+        return self._storage.data_ptr()
+
+    @property
+    def may_go(self) -> bool:
+        """Mapped memory, for one, may not."""
+        return self._storage.resizable() and self.bytes.numel() > 0
+
+    def give_back(self) -> None:
+        self._storage.resize_(0)
+
+    def take(self) -> None:
+        self._storage.resize_(self.bytes.numel())
 
 
 class Lifetime(IntEnum):
@@ -495,7 +520,7 @@ class Chunk:
         if not full.filled:
             full.allocate()
             if not full.is_chunk:
-                self.room = self.wire.room(self, full.tensor)
+                self.room = self.wire.room(self, full.tensor, self.among)
         if full is not self._seen:
             self._see()
 
@@ -524,30 +549,41 @@ class Chunk:
             if self._usual is not None:
                 self._show_values()
             return
-        room = self.room or self.wire.room(self, full.tensor)
+        room = self.room or self.wire.room(self, full.tensor, self.among)
         ticket = Ticket(names)
         ticket.go(
             lane,
-            partial(self._gather, room),
+            partial(self._gather, room, self.wire, self.among),
             self.wire.behind(self, room, full.tensor) if self.wire.decodes else None,
             room,
         )
         self._ticket = ticket  # only now: a gather that has not begun is none
 
-    def _gather(self, room: Room) -> Pending:
-        own = self.wire.put(self, room)
-        return self.among.communicator.all_gather(room.received, own, room.bounds)
+    def _gather(self, room: Room, wire: Wire, among: Placement) -> Pending:
+        own = wire.put(self, room)
+        return among.communicator.all_gather(room.received, own, room.bounds)
+
+    def _gather_into(
+        self, full: Tensor, wire: Wire, among: Placement, lane: Lane, names: NamingFailures
+    ) -> Ticket:
+        self.adopt_values()
+        room, ticket = wire.room(self, full, among), Ticket(names)
+        ticket.go(lane, partial(self._gather, room, wire, among), None, room)
+        return ticket
 
     def take_part_in_gather(self, lane: Lane, names: NamingFailures) -> Ticket:
         """Starts a gather that only other ranks need. This rank sends its chunk, and drops what it
         receives.
         """
-        self.adopt_values()
         numel = self.among.layout.padded_numel
         full = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
-        room, ticket = self.wire.room(self, full), Ticket(names)
-        ticket.go(lane, partial(self._gather, room), None, room)
-        return ticket
+        return self._gather_into(full, self.wire, self.among, lane, names)
+
+    def read(self, full: Tensor, lane: Lane, names: NamingFailures) -> Ticket:
+        """Starts to gather what is stored, exactly and whole, into `full` `[W*S]`, which is the
+        reader's. The chunk's own full buffer is left as it is.
+        """
+        return self._gather_into(full, Plain(), self.whole, lane, names)
 
     def adopt_values(self) -> None:
         """Copies values of a part that was given other data (`parameter.data = values`) back into

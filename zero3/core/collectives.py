@@ -96,6 +96,28 @@ class Round:
     error: BaseException | None = field(default=None, compare=False)
     moves: ClassVar[bool] = False
 
+    def __str__(self) -> str:
+        return f"{'begins' if self.begins else 'ends'} a {self.activity.name.lower()}"
+
+    def perform(self) -> None:
+        return None
+
+    take_part = perform
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A mark: a function of the caller's uses the model between forwards and backwards, or an
+    optimizer steps it. What the function moves is not conducted.
+    """
+
+    layer: Any  # one of those that are used
+    by: str
+    moves: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"begins {self.by}"
+
     def perform(self) -> None:
         return None
 

@@ -33,6 +33,7 @@ from .parameters import (
 )
 from .released import ReleasedParameter
 from .sites import ParameterSites
+from .ticket import Ticket
 
 __all__: list[str] = []
 
@@ -256,6 +257,12 @@ class LayerState:
         for chunk, ticket in zip(self.chunks, tickets, strict=True):
             ticket.wait()
             chunk.store.rest(chunk.shard.data)
+
+    def read(self, chunk: Chunk, full: Tensor) -> Ticket:
+        """Starts to gather a chunk for a reader: see `Chunk.read`. No conductor hears of it, nor
+        does the log, because the ranks of another replica may read at another time, or not at all.
+        """
+        return chunk.read(full, self.lanes.fetch, self._gathering)
 
     def finish_fetch(self) -> None:
         """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may

@@ -125,6 +125,10 @@ class Runtime:
         some = any(state.resident for state in self.layers)
         return some and all(state.resident for state in self._called_by(module) or self.layers)
 
+    @property
+    def in_forward(self) -> bool:
+        return self._trace is not None
+
     def is_running(self, state: LayerState) -> bool:
         """Whether a forward of `state` is under way."""
         return self._stack.is_under_way(state)

@@ -1,5 +1,6 @@
 """The first step of an optimizer shows whether it trains what its maker believes. What looks wrong
-is a warning from rank 0. There is no collective here.
+is a warning from rank 0. There is no collective here. Later steps are looked at only while somebody
+listens.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.communicator import is_first
+from ..core.collectives import Use
 from ..core.layer_state import LayerState
-from .marks import state_of
+from .marks import ignored_by, state_of
 
 __all__: list[str] = []
 
@@ -23,29 +25,50 @@ _LOW = (torch.bfloat16, torch.float16)
 _SHOWN = 4  # names in a warning
 
 
-def watch_first_steps() -> None:
-    """Lets torch show each optimizer before its first step, from now on in this process."""
-    register: Any = register_optimizer_step_pre_hook
-    if not hasattr(register, "zero3_looks"):
-        register.zero3_looks = register(_looking())
+class Steps:
+    """What torch calls before each step of any optimizer in this process.
 
+    While anybody listens, a step passes the conductors of the layers that it is of.
+    """
 
-def _looking() -> Callable[[Optimizer, Any, Any], None]:
-    known: WeakSet[Optimizer] = WeakSet()
+    def __init__(self) -> None:
+        self._known: WeakSet[Optimizer] = WeakSet()
+        self._listeners: list[object] = []
 
-    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def listen(self, listener: object) -> None:
+        self._listeners.append(listener)
+
+    def forget(self, listener: object) -> None:
+        self._listeners.remove(listener)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for state in _layers_of(optimizer, ignored_by) if self._listeners else ():
+            state.conductor.conduct(Use(state, "an optimizer's step"))
         # zero3's own have others in them, which are looked at themselves
-        if optimizer in known or type(optimizer).__module__.startswith("zero3."):
+        if optimizer in self._known or type(optimizer).__module__.startswith("zero3."):
             return
-        known.add(optimizer)
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        found = map(state_of, held.values())
-        states = list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
+        self._known.add(optimizer)
+        states = _layers_of(optimizer)
         if states and is_first(states[0].communicator):
+            held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
             for text in (*empty_groups(optimizer, states), *_low_masters(optimizer, states, held)):
                 _log.warning("%s", text)
 
-    return look
+
+def steps_seen() -> Steps:
+    """Lets torch show each optimizer before its steps, from now on in this process."""
+    register: Any = register_optimizer_step_pre_hook
+    if not hasattr(register, "zero3_looks"):
+        register.zero3_looks = Steps()
+        register(register.zero3_looks)
+    return register.zero3_looks  # type: ignore[no-any-return]
+
+
+def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[LayerState]:
+    """`others`: tell the layer of a parameter that is in none of its chunks."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    found = (known(p) for p in held for known in (state_of, *others))
+    return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
 
 
 def empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str]:

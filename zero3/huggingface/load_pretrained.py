@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import states_of, used
 from ..checkpoint.contents import check_released
 from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.meta_buffers import initialise, put
@@ -76,7 +76,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
-    states = states_of(model)
+    states = used(model, "load_pretrained")
     first = states[0]
     with ExitStack() as opened:
         with agreeing(

@@ -5,31 +5,30 @@ layer at a time is whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import states_of, used
 from ..checkpoint.contents import Contents
 from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
 from ..comm.agreement import agreeing
-from ..core.layer_state import LayerState
-from ..core.parameters import parameters_of, plain_modules
-from ..faces.quantised import weight_of
+from ..core.parameters import plain_modules
 from ..names import innermost
 from ..optim.state_memory import land_steps
-from ..pinning import pin
 from .index_maps import IndexMap
 from .key_mapping import fit, without_adapters
-from .outputs import Output, bytes_in, check_unmixed, outputs_of_model, shards_of
+from .outputs import bytes_in, check_unmixed, outputs_of_model, shards_of
 from .packed import find_packed
 from .reading import SliceReader
 from .save_pretrained import Export, write_values
+from .weights import WeightWalk
 
 __all__: list[str] = []
 
@@ -75,7 +74,7 @@ def save_merged(
 
         zero3.save_merged(model, f"{directory}/merged", dtype=torch.bfloat16)
     """
-    first = states_of(model)[0]
+    first = used(model, "save_merged")[0]
     with ExitStack() as opened:
         with agreeing(first.communicator, first.device, "save_merged") as lines:
             if (wrong := not_a_dtype(dtype)) is not None:
@@ -83,20 +82,21 @@ def save_merged(
             land_steps(states_of(model))
             check_unmixed(Path(path), None)
             contents = Contents(model, "save_merged", as_values=True)
-            owner, mergers = _named_without_adapters(contents, innermost(model))
+            owner, adapted = named_without_adapters(contents, innermost(model))
             originals = _Originals(model, base, opened) if base is not None else None
             outputs = outputs_of_model(owner, contents, (), dtype)
             shards = shards_of(outputs, bytes_in(max_shard_size))
             export = Export(owner, contents, Path(path), shards, None)
-            layers = _MergedLayers(contents, mergers, originals)
+            read = originals.read if originals is not None else None
+            walk = WeightWalk(contents, outputs, adapted, read)
             lines += export.lines
             lines += originals.lines if originals is not None else []
-        export.write(layers.fill)
+        export.write(partial(_fill, walk))
 
 
-def _named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, list[Any]]:
+def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, list[nn.Module]]:
     """Gives tensors the names that they have in the model without adapters. Returns that model, and
-    the modules whose adapters are merged.
+    the modules that may have adapters.
     """
     added = getattr(getattr(model, "base_model", None), "prefix", None)
     if not isinstance(added, str) or not hasattr(model, "peft_config"):
@@ -110,7 +110,7 @@ def _named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, 
         }
     )
     owner = model.get_base_model()
-    return owner, [module for module in plain_modules(owner) if _merges(module)]
+    return owner, list(plain_modules(owner))
 
 
 def _chosen(name: str, model: Any) -> str | None:
@@ -142,191 +142,31 @@ class _Originals:
         self._reader.read(self._maps[id(parameter)], 0, target.view(-1))
 
 
-class _MergedLayers:
-    """The values of a model with its adapters merged, layer by layer."""
-
-    def __init__(
-        self, contents: Contents, mergers: list[Any], originals: _Originals | None
-    ) -> None:
-        self._contents, self._mergers, self._originals = contents, mergers, originals
-        self._owners = {
-            id(sharded.sites.parameter): state
-            for state in contents.states
-            for sharded in state.parameters
-        }
-        for module in self._mergers:
-            if module.merged_adapters:
-                raise ValueError(
-                    "adapters are merged into the model already (merge_adapter): take that back "
-                    "first (unmerge_adapter)"
-                )
-        # layers that have adapters of others: the root's own layer, mostly
-        self._lenders: list[LayerState] = []
-        for module in self._mergers:
-            owners = {self._owners[id(p)] for p in _targets(module) if id(p) in self._owners}
-            others = {
-                self._owners[id(p)] for p in _all_parameters(module) if id(p) in self._owners
-            } - owners
-            self._lenders += [
-                state for state in contents.states if state in others and state not in self._lenders
-            ]
-
-    def fill(self, export: Export) -> None:
-        """Every rank writes its share of each tensor, while the layers that hold it are whole."""
-        error: Exception | None = None
-        places = {
-            output.name: (file, place)
-            for file in export.shards
-            for output, place in export.places(file)
-        }
-        groups: dict[tuple[int, ...], list[Output]] = {}
-        for shard in export.shards.values():
-            for output in shard:
-                groups.setdefault(self._layers_of(output), []).append(output)
-        states = self._contents.states
-        with _pinned(self._lenders):
-            for group, outputs in groups.items():
-                with _pinned([states[number] for number in group]):
-                    try:
-                        if error is None:
-                            self._write_group(export, outputs, places)
-                    # this rank goes on, because the others need it to gather
-                    except Exception as caught:
-                        error = caught
-        if error is not None:
-            raise error
-
-    def _layers_of(self, output: Output) -> tuple[int, ...]:
-        """The numbers of the layers that have the tensor's values."""
-        sources = [
-            self._contents.parameters[name]
-            for name in output.index_map.sources
-            if name in self._contents.parameters
-        ]
-        return tuple(
-            sorted(
-                {
-                    self._contents.states.index(self._owners[id(sharded.sites.parameter)])
-                    for sharded in sources
-                }
-            )
-        )
-
-    @torch.no_grad()
-    def _write_group(
-        self, export: Export, outputs: list[Output], places: Mapping[str, tuple[str, int]]
-    ) -> None:
-        sources = {source for output in outputs for source in output.index_map.sources}
-        parameters = {
-            name: self._contents.parameters[name].sites.parameter
-            for name in sources
-            if name in self._contents.parameters
-        }
-        with self._merged(list(parameters.values())):
-            values = {name: parameter.data.reshape(-1) for name, parameter in parameters.items()}
-            values |= {
-                name: tensor.detach().reshape(-1)
-                for name, tensor in self._contents.others.items()
-                if name in sources
-            }
-            for output in outputs:
-                file, place = places[output.name]
-                with export.opened(file) as opened:
-                    self._write_share(opened, place, output, values)
-
-    def _write_share(
-        self, opened: Any, place: int, output: Output, values: Mapping[str, Tensor]
-    ) -> None:
-        rank, ranks = self._contents.number, self._contents.world_size
-        low, high = output.numel * rank // ranks, output.numel * (rank + 1) // ranks
+def _fill(walk: WeightWalk, export: Export) -> None:
+    """Every rank writes its share of each tensor."""
+    error: Exception | None = None
+    contents = export.contents
+    places = {
+        output.name: (file, place)
+        for file in export.shards
+        for output, place in export.places(file)
+    }
+    for output, fill, _ in walk.tensors():
+        file, place = places[output.name]
+        low, high = contents.share(output.numel)
         # ranks may have other values: rank 0's count
-        if all(source in self._contents.others for source in output.index_map.sources):
-            low, high = (0, output.numel) if rank == 0 else (0, 0)
-        size = output.dtype.itemsize
-        if output.index_map.is_by_ranges:
-            for extent in output.index_map.extents(low, high) if low < high else ():
-                write_values(
-                    opened,
-                    place + extent.start * size,
-                    values[extent.source][extent.at : extent.at + extent.length],
-                    output.dtype,
-                )
-            return
-        for start in range(low, high, _AT_ONCE):
-            numbers, at = output.index_map.locate(torch.arange(start, min(start + _AT_ONCE, high)))
-            made = torch.empty(len(at), dtype=self._contents.dtype(output.index_map.sources[0]))
-            for number, source in enumerate(output.index_map.sources):
-                mine = numbers == number
-                made[mine] = values[source][at[mine].to(values[source].device)].cpu()
-            write_values(opened, place + start * size, made, output.dtype)
-
-    @contextmanager
-    def _merged(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Context in which the parameters, which are shown, hold merged values in memory of their
-        own.
-        """
-        ids = {id(parameter) for parameter in parameters}
-        mergers = [
-            module
-            for module in self._mergers
-            if any(id(parameter) in ids for parameter in _targets(module))
-        ]
-        changed = {id(p): p for module in mergers for p in _targets(module)}
-        changed |= {
-            id(p): p for p in parameters if self._originals is not None and self._is_quantized(p)
-        }
-        before = [(parameter, parameter.data) for parameter in changed.values()]
+        if all(source in contents.others for source in output.index_map.sources):
+            low, high = 0, output.numel if contents.is_first else 0
         try:
-            for parameter, values in before:
-                parameter.data = values.clone()
-                if self._originals is not None and self._is_quantized(parameter):
-                    self._originals.read(parameter, parameter.data)
-            for module in mergers:
-                type(module).merge(module)
-                module.merged_adapters.clear()
-            yield
-        finally:
-            for parameter, values in before:
-                parameter.data = values
-
-    def _is_quantized(self, parameter: nn.Parameter) -> bool:
-        found = next(
-            (s for s in self._owners[id(parameter)].parameters if s.sites.parameter is parameter),
-            None,
-        )
-        return found is not None and weight_of(found.sites) is not None
-
-
-@contextmanager
-def _pinned(layers: list[LayerState]) -> Iterator[None]:
-    pinned: list[LayerState] = []
-    try:
-        for state in layers:
-            pin(state)
-            pinned.append(state)
-        yield
-    finally:
-        for state in pinned:
-            state.unpin()
-
-
-def _merges(module: object) -> bool:
-    return all(hasattr(module, name) for name in ("merge", "get_base_layer", "merged_adapters"))
-
-
-def _targets(module: Any) -> list[nn.Parameter]:
-    """The parameters that the module's adapters are merged into."""
-    return [
-        parameter
-        for _, parameter in parameters_of(module.get_base_layer())
-        if parameter is not None
-    ]
-
-
-def _all_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [
-        parameter
-        for inner in plain_modules(module)
-        for _, parameter in parameters_of(inner)
-        if parameter is not None
-    ]
+            with export.opened(file) if error is None and low < high else nullcontext() as opened:
+                for start in range(low, high, _AT_ONCE) if opened is not None else ():
+                    numel = min(_AT_ONCE, high - start)
+                    values = torch.empty(numel, dtype=output.dtype, device=contents.device)
+                    fill(values, start)
+                    where = place + start * output.dtype.itemsize
+                    write_values(opened, where, values, output.dtype)
+        # this rank goes on, because the others need it to gather
+        except Exception as caught:
+            error = caught
+    if error is not None:
+        raise error

@@ -29,6 +29,7 @@ from ..offload.optimizer import offload_optimizer
 from ..optim.check_optimizer import check_optimizer
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
+from .engines import VLLMWeights, keep_masters
 from .handover import Handover
 from .preparing import Policy, Sharding, enclose_forward
 from .versions import require
@@ -81,15 +82,6 @@ _REFUSED = MappingProxyType(
             "all ranks write one checkpoint together, on a file system that all of them see. "
             "Leave it out"
         ),
-        "use_vllm": (
-            "vLLM would be sent each rank's chunks for the weights. Leave it out: the "
-            "trainer generates by the model itself"
-        ),
-        "use_transformers_continuous_batching": (
-            "generate_batch calls the model at each rank's own pace, which is right inside "
-            "of zero3.resident alone, and the trainer does not enter that. Leave it out: the "
-            "trainer's generate enters it"
-        ),
     }
 )
 
@@ -125,8 +117,8 @@ class Zero3Mixin(_Base):
 
     Raises:
         ValueError: An unsharded model has no values; or the arguments ask for what can't be had:
-            fp16 on the CPU, an optimizer that divides the model itself, `use_vllm`, and others,
-            which docs/integrations.md lists. It names the option.
+            fp16 on the CPU, an optimizer that divides the model itself, and others, which
+            docs/integrations.md lists. It names the option.
 
     Example::
 
@@ -166,6 +158,9 @@ class Zero3Mixin(_Base):
             if self._offloads_activations:
                 self.args.activation_offloading = True  # of TRL
         self._shard_models()
+        keep_masters(self.model)
+        if (engine := getattr(self, "vllm_generation", None)) is not None:
+            VLLMWeights(engine, self._sharded_models, self._plain_optimizer)
         if self._offloads_activations:
             self.maybe_activation_offload_context = offload_activations()
 
@@ -211,6 +206,10 @@ class Zero3Mixin(_Base):
         self._shard(self.model)
         if isinstance(reference := getattr(self, "ref_model", None), nn.Module):
             self._shard(reference)
+
+    def _sharded_models(self) -> list[nn.Module]:
+        reference = getattr(self, "ref_model", None)
+        return [self.model, *([reference] if isinstance(reference, nn.Module) else [])]
 
     def _shard(self, model: nn.Module) -> None:
         handed = [self.optimizer] if getattr(self, "optimizer", None) is not None else []

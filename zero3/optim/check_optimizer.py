@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agreeing
 from ..comm.plain_values import encode_scalar
 from ..core.chunk import Chunk, Part
@@ -107,7 +107,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
         zero3.check_optimizer(model, optimizer)
     """
-    states = states_of(model)
+    states = used(model, "check_optimizer")
     first = states[0]
     with agreeing(first.communicator, first.device, "check_optimizer") as lines:
         members = [member for given in optimizers for member in members_of(given)]

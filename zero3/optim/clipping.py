@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..comm.streams import on_device
@@ -60,7 +60,7 @@ def clip_grad_norm_(
         norm = zero3.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
-    states = states_of(model)
+    states = used(model, "clip_grad_norm_")
     norm_type, error = _checked(norm_type, max_norm)
     chunks = parts_of(states)
     states[0].log.look(wait=False)

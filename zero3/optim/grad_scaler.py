@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
+from ..core.collectives import Use
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from ..guards.marks import ignored_by, state_of
@@ -53,6 +54,9 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
+        layers = _one_layer_of_each_group(optimizer)
+        for state in layers:
+            state.conductor.conduct(Use(state, "GradScaler"))
         gradients = [
             parameter.grad for group in optimizer.param_groups for parameter in group["params"]
         ]
@@ -67,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
         agreed = found_inf
         for other in found.values():
             agreed = torch.maximum(agreed, other.to(agreed.device))
-        for state in _one_layer_of_each_group(optimizer):
+        for state in layers:
             state.log.look()
             with NamingFailures(
                 state.communicator,

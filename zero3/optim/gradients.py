@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agree, all_go_on
 from ..comm.communicator import Communicator, is_first
 from ..core.chunk import Chunk
@@ -56,7 +56,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
             if name.endswith("bias"):
                 gradient.mul_(0.1)
     """
-    states = states_of(model)
+    states = used(model, "named_gradients")
     reduce_deferred(part.grad for part in parts_of(states))
     found: dict[str, Tensor] = {}
     for name, state, sharded in _trainable(model, states):
@@ -101,7 +101,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
                 for gradient in gradients.values():
                     gradient.div_(gradient.norm().clamp(min=1.0))
     """
-    states = states_of(model)
+    states = used(model, "full_gradients")
     first, caller = states[0], f"full_gradients(writeback={writeback})"
     reduce_deferred(part.grad for part in parts_of(states))
     agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])

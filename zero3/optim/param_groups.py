@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState, Presence
 from ..core.layout import Slot
@@ -77,7 +77,7 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
         groups = zero3.param_groups(model, options)
         optimizer = torch.optim.AdamW(groups, lr=3e-4)
     """
-    states = states_of(model)
+    states = used(model, "param_groups")
     first = states[0]
     with agreeing(first.communicator, first.device, "param_groups") as lines:
         _check(states)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agree
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
@@ -60,7 +60,7 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
         zero3.set_trainable(model, lambda name, info: True)
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-5)
     """
-    states = states_of(model)
+    states = used(model, "set_trainable")
     first, wanted = states[0], Trains()
     error: Exception | None = None
     try:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..conductors.conducted import unconducted
@@ -65,7 +65,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
             zero3.backward(loss_sum, (labels != -100).sum(), model)
         optimizer.step()
     """
-    states = states_of(model)
+    states = used(model, "backward")
     error = _mistake(loss_sum, num_tokens, states)
     mine = (num_tokens, loss_sum.detach()) if error is None else (0, 0)
     count = CountTokens(states[0], (states, *mine, error))

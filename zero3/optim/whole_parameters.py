@@ -17,6 +17,7 @@ from ..comm.agreement import agree, agreeing
 from ..core.chunk import Chunk, Placement
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout, Slot
+from ..guards.marks import mark
 from ..policy import dtypes_kept
 from .cuts import aligned, deal, dealt
 from .pieces import Choice, retire
@@ -192,6 +193,7 @@ def _exchange(family: Family, chunks: list[Chunk]) -> None:
         )
         if family.frozen is None:
             chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
+        mark(chunk.shard, state)
         # so that older graphs, whose buffers are gone, raise
         torch.autograd.graph.increment_version(chunk.shard)
     if family.frozen is not None:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..access import reset, states_of
+from ..access import reset, used
 from ..comm.agreement import tell_all
 from ..conductors.conducted import Other, unconducted
 from ..core.collectives import Agree, Collective, CompareLogs, Conductor, Round
@@ -146,7 +146,7 @@ class CollectiveReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._states = states_of(model)
+        self._states = used(model, "step_guard")
         self.rank = self._states[0].communicator.rank
         if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..access import states_of
+from ..access import states_of, used
 from ..comm.agreement import agree
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
@@ -127,6 +127,7 @@ class JoinableModel(Joinable):
         Returns:
             What `Join` runs on ranks without data.
         """
+        used(self._model, "joinable")
         runtimes = runtimes_of(self._model)
         states = [state for runtime in runtimes for state in runtime.layers]
         divide_by_all = bool(kwargs.get("divide_by_initial_world_size", True))

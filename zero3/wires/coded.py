@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm.communicator import Communicator
 from ..comm.errors import Subject
 from ..comm.streams import Pending, Then
-from ..core.chunk import Chunk, Plain, Room, passing
+from ..core.chunk import Chunk, Placement, Plain, Room, passing
 from ..core.flow import Travelling, take_gradients
 from ..core.gradient_buffer import GradientBuffer
 from ..core.layout import ChunkLayout
@@ -50,9 +50,9 @@ class Coded:
     def rounds(self, chunk: Chunk) -> bool:
         return chunk.shard.requires_grad
 
-    def room(self, chunk: Chunk, full: Tensor) -> Room:
+    def room(self, chunk: Chunk, full: Tensor, among: Placement) -> Room:
         if not chunk.shard.requires_grad:
-            return self._plain.room(chunk, full)
+            return self._plain.room(chunk, full, among)
         received, work = self._rows.empty(chunk.device), self._rows.work(chunk.device)
         own = self._rows.of(received, chunk.index)
         return Room(received, own, passing(chunk), self._rows.bounds, work)

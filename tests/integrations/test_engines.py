@@ -1,0 +1,132 @@
+"""TRL with `use_vllm=True`, against stand-ins that store what they are sent: names and bits of save_pretrained and save_merged."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import zero3
+from tests.support.processes import Rank, on_ranks
+from tests.support.trainers import launched
+from zero3.access import states_of
+
+pytest.importorskip("trl")
+from tests.integrations import test_trl as makers
+from tests.support.engines import Server, vllm_stands_in
+
+
+def files_in(directory: Path) -> dict[str, Tensor]:
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def trainer_with(kind: str, mode: str, lora: bool, rank: Rank, url: str | None, **options: Any) -> Any:
+    how: dict[str, Any] = {"use_vllm": True, "vllm_mode": mode, "max_steps": 2, **options}
+    how |= {"vllm_server_base_url": url, "vllm_group_port": int((rank.scratch / "port").read_text())} if mode == "server" else {}
+    how |= {} if lora else {"beta": 0.0}  # a reference would be read from the model's directory
+    directory = rank.scratch / "run"
+    return makers.grpo(True, lora, directory, **how) if kind == "grpo" else makers.rloo(True, directory, lora=lora, **how)
+
+
+def look(model: Any, looked: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"inside zero3\.parked"):
+        zero3.full_state_dict(model)
+    looked.append("once")
+
+
+def sync(rank: Rank, kind: str, mode: str, lora: bool, sleeps: bool) -> int:
+    """Trains, and compares what the engine has after each synchronisation with what is saved then."""
+    with launched(rank), vllm_stands_in():
+        server, url = None, None
+        if mode == "server":
+            if rank.number == 0:
+                server = Server()
+                (rank.scratch / "url").write_text(f"http://127.0.0.1:{server.server_address[1]}")
+                (rank.scratch / "port").write_text(str(server.channel.getsockname()[1]))
+            torch.distributed.barrier()
+            url = (rank.scratch / "url").read_text()
+        trainer = trainer_with(kind, mode, lora, rank, url, **({"vllm_enable_sleep_mode": True} if sleeps else {}))
+        engine, count, looked = trainer.vllm_generation, 0, []
+        synced = engine.sync_weights
+
+        def watched() -> None:
+            nonlocal count
+            synced()
+            count += 1
+            directory = rank.scratch / f"saved {count}"
+            (zero3.save_merged if lora else zero3.save_pretrained)(trainer.model, directory)
+            expected = files_in(directory)
+            if mode == "colocate" or server is not None:
+                found = engine.llm.weights if server is None else server.weights
+                assert found.keys() == expected.keys() and len(expected) > 10
+                assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in expected.items())
+
+        vars(engine).update(sync_weights=watched)
+        if sleeps:
+            engine.llm.looks = partial(look, trainer.model, looked)
+        trainer.train()
+        assert bool(looked) == sleeps
+        assert not any(state.pinned for state in states_of(trainer.model))
+        if server is not None:
+            server.end()
+        return count
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "lora", "sleeps"),
+    [
+        ("grpo", "server", False, False),
+        pytest.param("grpo", "server", True, False, marks=pytest.mark.slow),
+        pytest.param("grpo", "colocate", True, True, marks=pytest.mark.slow),
+        pytest.param("grpo", "colocate", False, False, marks=pytest.mark.slow),
+        pytest.param("rloo", "server", True, False, marks=pytest.mark.slow),
+        ("rloo", "colocate", False, True),
+    ],
+)
+def test_vllm_is_synchronised_by_names_and_bits_of_the_files(kind: str, mode: str, lora: bool, sleeps: bool) -> None:
+    assert min(on_ranks(2, sync, kind, mode, lora, sleeps)) >= 2
+
+
+def fail(rank: Rank) -> str:
+    with launched(rank), vllm_stands_in():
+        trainer = trainer_with("grpo", "colocate", False, rank, None)
+        engine = trainer.vllm_generation
+
+        def full(named: list[Any]) -> None:
+            raise MemoryError("the engine has no room")
+
+        if rank.number == 1:
+            engine.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights = full
+        try:
+            engine.sync_weights()
+        except MemoryError as error:
+            return str(error)
+        assert len(engine.llm.weights) > 10
+        return ""
+
+
+def test_an_engine_that_raises_on_one_rank_leaves_the_others_their_weights() -> None:
+    assert on_ranks(2, fail) == ["", "the engine has no room"]
+
+
+def batch(rank: Rank) -> list[float]:
+    """transformers' continuous batching, from TRL, in bf16: TRL's conversion changes no master."""
+    how: dict[str, Any] = {"use_transformers_continuous_batching": True, "max_steps": 2, "bf16": True}
+    how["transformers_continuous_batching_config"] = {"page_size": 32, "num_blocks": 16, "max_batch_tokens": 64}
+    with launched(rank):
+        trainer = makers.grpo(True, False, rank.scratch, **how)
+        trainer.train()
+        assert {chunk.dtype for chunk in zero3.get_trainable_chunk(trainer.model)} == {torch.float32}
+        assert not any(state.pinned for state in states_of(trainer.model))
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_trl_generates_by_continuous_batching() -> None:
+    first, second = on_ranks(2, batch)
+    assert first == second and len(first) == 2

@@ -1,0 +1,363 @@
+"""The tensors of a model's files, one after another, while the chunks that hold them are read: one
+or two layers' at a time. Nothing of the model changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.contents import Contents
+from ..checkpoint.meta_buffers import twin
+from ..comm.mesh import shards_of
+from ..conductors.conducted import unconducted
+from ..core.chunk import Chunk
+from ..core.flat import view
+from ..core.layer_state import LayerState
+from ..core.parameters import ShardedParameter, named, parameters_of, plain_modules
+from ..core.sites import ParameterSites
+from ..core.ticket import Ticket
+from .index_maps import Computed, Whole
+from .outputs import Output, state_of_adapter
+
+__all__: list[str] = []
+
+_AT_ONCE = 1 << 20  # elements looked up one by one together
+
+
+class Walked(NamedTuple):
+    """A tensor that the walk has come to. The functions work until the walk goes on."""
+
+    output: Output
+    # writes its elements, from number `start` on, into a flat tensor of its dtype
+    fill: Callable[[Tensor, int], None]
+    # the flat tensor where it was read, which the caller may write into; None: it has to be filled
+    as_read: Callable[[], Tensor | None]
+
+
+class _SameLayers(NamedTuple):
+    """Tensors of the same layers, and the chunks that they, and adapters for them, are in."""
+
+    outputs: list[Output]
+    chunks: list[Chunk]
+
+
+class _Reading:
+    """A chunk in memory of the reader's, `memory`, or in a full buffer that is there already."""
+
+    def __init__(self, state: LayerState, chunk: Chunk, memory: Tensor | None) -> None:
+        self._state, self._chunk, self.memory = state, chunk, memory
+        self._ticket: Ticket | None = None
+        if memory is None:
+            self.full = chunk.full.tensor
+        else:
+            self.full = memory[: _nbytes(chunk)].view(chunk.shard.dtype)
+            self._ticket = state.read(chunk, self.full)
+
+    def wait(self) -> None:
+        if self._ticket is not None:
+            self._ticket.wait()
+            self._ticket = None
+            self._chunk.store.rest(self._chunk.shard.data)
+            self._state.settle()
+
+
+def _nbytes(chunk: Chunk) -> int:
+    return chunk.layout.padded_numel * chunk.shard.dtype.itemsize
+
+
+class WeightWalk:
+    """All ranks that share a model's chunks walk together. Who fills no tensors takes part in what
+    needs all of them: gathers, and broadcasts of buffers.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        outputs: Iterable[Output],
+        adapted: Iterable[Any] = (),
+        read: Callable[[nn.Parameter, Tensor], None] | None = None,
+        encoder: tuple[Any, str] = (None, ""),
+    ) -> None:
+        """`adapted`: modules whose adapters peft merges into the values. `read`: reads into a
+        tensor what a quantised parameter was before. `encoder`: a peft model, and its adapter whose
+        prompt encoder computes tensors.
+
+        Raises:
+            RuntimeError: Parameters have no values.
+            ValueError: Adapters are merged already, or can't be merged.
+        """
+        self._contents, self._read, self._encoder = contents, read, encoder
+        self._adapted = _that_merge(adapted)
+        self._sharded = {id(s.sites.parameter): s for o in contents.states for s in o.parameters}
+        self._states = {chunk: state for state in contents.states for chunk in state.chunks}
+        groups: dict[tuple[int, ...], list[Output]] = {}
+        for output in outputs:
+            layers = {self._states[s.chunk] for s in self._sources([output])}
+            numbers = sorted(map(contents.states.index, layers))
+            groups.setdefault(tuple(numbers), []).append(output)
+        self._groups = [_SameLayers(group, self._chunks_of(group)) for group in groups.values()]
+        self.outputs = [output for group in self._groups for output in group.outputs]
+        self._last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
+        self._found: frozenset[Chunk] = frozenset()
+        self._readings: dict[Chunk, _Reading] = {}
+        self._memory: dict[tuple[int, int], Tensor] = {}  # of readings, one after another
+        self._others: dict[str, Tensor] = {}  # buffers, flat, of the present group
+        # by id of the parameter: values of the present tensor, and what is merged where it is read
+        self._values: dict[int, Tensor] = {}
+        self._merged: set[int] = set()
+
+    def _sources(self, outputs: Sequence[Output]) -> list[ShardedParameter]:
+        known = self._contents.parameters
+        names = dict.fromkeys(name for o in outputs for name in o.index_map.sources)
+        return [known[name] for name in names if name in known]
+
+    def _chunks_of(self, outputs: list[Output]) -> list[Chunk]:
+        needed = {id(s.sites.parameter) for s in self._sources(outputs)}
+        for module in self._merging_into(needed):
+            if any(id(p) not in self._sharded for p in _targets(module)):
+                raise ValueError(
+                    f"the adapters of a {type(module).__name__} can't be merged: the policy leaves "
+                    "parameters of its base alone (ignored)"
+                )
+            needed |= {id(p) for p in _all_parameters(module)}
+        found = [self._sharded[each] for each in self._sharded if each in needed]
+        if empty := [s.sites.name for s in found if s.index in s.chunk.unloaded]:
+            raise RuntimeError(f"{named(empty)} have no values yet (meta device): load them before")
+        return list(dict.fromkeys(sharded.chunk for sharded in found))
+
+    def _merging_into(self, parameters: set[int]) -> list[Any]:
+        return [m for m in self._adapted if any(id(p) in parameters for p in _targets(m))]
+
+    # -- the walk
+
+    def stays(self) -> list[Chunk]:
+        """Chunks whose full buffers stay from step to step, and hold what is stored: they need no
+        gather, unless a rank has changed its chunk.
+        """
+        return [
+            chunk
+            for chunk in self._last
+            if self._states[chunk].stays(chunk)
+            and chunk.full.filled
+            and chunk.full.tensor.dtype == chunk.shard.dtype
+            and not (chunk.resident or chunk.wire.rounds(chunk))
+        ]
+
+    def find(self, chunks: Iterable[Chunk]) -> None:
+        """These are found in their full buffers."""
+        self._found = frozenset(chunks)
+
+    def tensors(self, ahead: int = 0) -> Iterator[Walked]:
+        """Yields each tensor. `ahead`: how many layers are gathered beside the present one."""
+        uses = Counter(name for output in self.outputs for name in output.index_map.sources)
+        for number, group in enumerate(self._groups):
+            self._start(number, 1 + ahead)
+            for chunk in group.chunks:
+                self._readings[chunk].wait()
+            for following in range(number + 1, min(number + 1 + ahead, len(self._groups))):
+                self._start(following, 1 + ahead)
+            self._others = self._received(group.outputs)
+            for output in group.outputs:
+                used_once = all(uses[name] == 1 for name in output.index_map.sources)
+                as_read = partial(self._as_read, output, used_once)
+                yield Walked(output, partial(self._fill, output), as_read)
+            self._values.clear()
+            self._others.clear()
+            for chunk in group.chunks:
+                if self._last[chunk] == number:
+                    del self._readings[chunk]
+        self._memory.clear()
+
+    def _start(self, number: int, at_once: int) -> None:
+        """`at_once`: how many layers are read at the same time. They take turns with memory."""
+        for place, chunk in enumerate(self._brief(number)):
+            if chunk not in self._readings:
+                memory = self._memory_for(number % at_once, place, at_once)
+                self._readings[chunk] = _Reading(self._states[chunk], chunk, memory)
+        for chunk in self._groups[number].chunks:
+            if chunk not in self._readings:
+                there, size = chunk in self._found, (_nbytes(chunk),)
+                own = None if there else torch.empty(size, dtype=torch.uint8, device=chunk.device)
+                self._readings[chunk] = _Reading(self._states[chunk], chunk, own)
+
+    def _brief(self, number: int) -> list[Chunk]:
+        """The chunks that are read for this group alone, the largest first."""
+        chunks = [c for c in self._groups[number].chunks if c not in self._found]
+        alone = [c for c in chunks if sum(c in group.chunks for group in self._groups) == 1]
+        return sorted(alone, key=_nbytes, reverse=True)
+
+    def _memory_for(self, turn: int, place: int, turns: int) -> Tensor:
+        """Made once, and large enough for every turn: to take new pages takes longer than a gather,
+        and whoever still holds the last tensor would keep them.
+        """
+        if (turn, place) not in self._memory:
+            brief = [self._brief(number) for number in range(turn, len(self._groups), turns)]
+            sizes = [_nbytes(chunks[place]) for chunks in brief if place < len(chunks)]
+            device = self._contents.device
+            self._memory[turn, place] = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        return self._memory[turn, place]
+
+    def _received(self, outputs: Sequence[Output]) -> dict[str, Tensor]:
+        """Buffers, with the values of the first rank."""
+        others, device = self._contents.others, self._contents.device
+        ranks = shards_of(unconducted(self._contents.communicator))
+        found = {}
+        for name in dict.fromkeys(n for o in outputs for n in o.index_map.sources if n in others):
+            copy = torch.empty(others[name].shape, dtype=others[name].dtype, device=device)
+            copy.copy_(others[name].detach())
+            if ranks.world_size > 1 and copy.numel():
+                ranks.broadcast(copy)
+            found[name] = copy.view(-1)
+        return found
+
+    # -- one tensor
+
+    @torch.no_grad()
+    def _as_read(self, output: Output, used_once: bool) -> Tensor | None:
+        known, name = self._contents, output.index_map.sources[0]
+        if not (used_once and isinstance(output.index_map, Whole)):
+            return None
+        sharded = known.parameters.get(name)
+        is_own = sharded is None or sharded.chunk not in self._found or sharded.chunk.read_only
+        return (
+            self._values_of(output)[name] if is_own and known.dtype(name) == output.dtype else None
+        )
+
+    @torch.no_grad()
+    def _fill(self, output: Output, out: Tensor, start: int = 0) -> None:
+        index_map, stop = output.index_map, start + out.numel()
+        if isinstance(index_map, Computed):
+            out.copy_(self._computed(output)[start:stop])
+            return
+        values = self._values_of(output)
+        for extent in index_map.extents(start, stop) if index_map.is_by_ranges and len(out) else ():
+            taken = values[extent.source][extent.at : extent.at + extent.length]
+            out[extent.start - start : extent.start - start + extent.length].copy_(taken)
+        for low in range(start, stop, _AT_ONCE) if not index_map.is_by_ranges else ():
+            numbers, places = index_map.locate(torch.arange(low, min(low + _AT_ONCE, stop)))
+            piece = out[low - start : low - start + len(places)]
+            for number, source in enumerate(index_map.sources):
+                mine = numbers == number
+                taken = values[source][places[mine].to(out.device)]
+                piece[mine.to(out.device)] = taken.to(out.dtype)
+
+    def _values_of(self, output: Output) -> dict[str, Tensor]:
+        """By name, flat."""
+        known, names = self._contents.parameters, output.index_map.sources
+        ids = {name: id(known[name].sites.parameter) for name in names if name in known}
+        for gone in self._values.keys() - set(ids.values()):
+            del self._values[gone]
+        self._merge(set(ids.values()) - self._merged - self._values.keys())
+        for each in ids.values():
+            if each not in self._values:
+                self._values[each] = self._value(each)
+        return self._others | {name: self._values[each].reshape(-1) for name, each in ids.items()}
+
+    def _value(self, parameter: int) -> Tensor:
+        """A view of what is read or, of a quantised parameter, new memory."""
+        sharded = self._sharded[parameter]
+        sites, chunk = sharded.sites, sharded.chunk
+        slot = view(self._readings[chunk].full, chunk.layout, sharded.index)
+        value = sites.face.value(sites, slot)
+        if chunk.read_only and self._read is not None:
+            self._read(sites.parameter, value)
+        return value
+
+    def _merge(self, parameters: set[int]) -> None:
+        """Merges adapters where the parameters are read. What can't be written there is merged in
+        memory of its own, and kept for the present tensor.
+        """
+        modules = self._merging_into(parameters)
+        if not modules:
+            return
+        targets = {id(p) for module in modules for p in _targets(module)}
+        everything = {id(p) for module in modules for p in _all_parameters(module)}
+        values = {each: self._value(each) for each in everything & self._sharded.keys()}
+        in_place = {each for each in targets - self._merged if self._is_writable(each)}
+        for each in targets - in_place:
+            if not self._sharded[each].chunk.read_only:
+                values[each] = values[each].clone()
+        with shown((self._sharded[each].sites, value) for each, value in values.items()):
+            for module in modules:
+                _merge(module)
+            after = {each: self._sharded[each].sites.data() for each in targets}
+        for each in in_place:
+            if after[each].data_ptr() != values[each].data_ptr():
+                values[each].copy_(after[each])
+        self._merged |= in_place
+        self._values |= {each: after[each] for each in targets - self._merged}
+
+    def _is_writable(self, parameter: int) -> bool:
+        chunk = self._sharded[parameter].chunk
+        return self._readings[chunk].memory is not None and not chunk.read_only
+
+    def _computed(self, output: Output) -> Tensor:
+        """By peft, on a copy of the modules: those of the model would fetch their layers."""
+        model, adapter = self._encoder
+        copies: dict[nn.Module, nn.Module] = {}
+        copy = twin(model, copies)
+        for module in plain_modules(model.prompt_encoder[adapter]):
+            for name, parameter in parameters_of(module):
+                if parameter is not None:
+                    value = self._value(id(parameter))
+                    copies[module]._parameters[name] = nn.Parameter(value, requires_grad=False)
+        return state_of_adapter(copy, adapter, {})[output.name].flatten()
+
+
+@contextmanager
+def shown(values: Iterable[tuple[ParameterSites, Tensor]]) -> Iterator[None]:
+    """Context in which released parameters are ordinary ones, with these values."""
+    before: list[tuple[ParameterSites, Tensor]] = []
+    try:
+        for sites, value in values:
+            before.append((sites, sites.data()))
+            sites.show(value)
+        yield
+    finally:
+        for sites, data in before:
+            sites.hide(data)
+
+
+def _that_merge(modules: Iterable[Any]) -> list[Any]:
+    found = [
+        module
+        for module in modules
+        if all(hasattr(module, name) for name in ("merge", "get_base_layer", "merged_adapters"))
+    ]
+    if any(module.merged_adapters for module in found):
+        raise ValueError(
+            "adapters are merged into the model already (merge_adapter): take that back first "
+            "(unmerge_adapter)"
+        )
+    return found
+
+
+def _merge(module: Any) -> None:
+    """peft merges, and has nothing to note of it afterwards."""
+    caches = vars(module).get("_caches", {})  # of weights' norms
+    before = dict(caches)
+    type(module).merge(module)
+    module.merged_adapters.clear()
+    caches.clear()
+    caches.update(before)
+
+
+def _targets(module: Any) -> list[nn.Parameter]:
+    """The parameters that the module's adapters are merged into."""
+    return [p for _, p in parameters_of(module.get_base_layer()) if p is not None]
+
+
+def _all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [
+        parameter
+        for inner in plain_modules(module)
+        for _, parameter in parameters_of(inner)
+        if parameter is not None
+    ]
