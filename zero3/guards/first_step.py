@@ -1,5 +1,8 @@
-"""The first step of an optimizer shows whether it trains what its maker believes. What looks wrong
-is a warning from rank 0. There is no collective here.
+"""The process's one hook on optimizers' steps. The first step of each shows whether it trains what
+its maker believes: what looks wrong is a warning from rank 0. Each step leaves alone what no
+gradient has reached.
+
+There is no collective here, but for stage 1, where the first look at a gradient reduces all.
 """
 
 from __future__ import annotations
@@ -7,45 +10,134 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.communicator import is_first
+from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
-from .marks import state_of
+from ..policy import shards_gradients
+from .marks import Owner, state_of
+from .unreached import LeftAlone, spans_unreached
 
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
 _LOW = (torch.bfloat16, torch.float16)
-_SHOWN = 4  # names in a warning
+_SHOWN, _SHOWN_AT_MOST = 4, 40  # names in a warning
 
 
 def watch_first_steps() -> None:
-    """Lets torch show each optimizer before its first step, from now on in this process."""
+    """Lets torch show each optimizer before its steps, from now on in this process."""
     register: Any = register_optimizer_step_pre_hook
     if not hasattr(register, "zero3_looks"):
         register.zero3_looks = register(_looking())
 
 
-def _looking() -> Callable[[Optimizer, Any, Any], None]:
-    known: WeakSet[Optimizer] = WeakSet()
+def _looking() -> Callable[[Optimizer, Any, Any], Any]:
+    known: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
+    warned: WeakSet[object] = WeakSet()  # the backwards of models
 
-    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # zero3's own have others in them, which are looked at themselves
-        if optimizer in known or type(optimizer).__module__.startswith("zero3."):
-            return
-        known.add(optimizer)
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        found = map(state_of, held.values())
-        states = list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
-        if states and is_first(states[0].communicator):
-            for text in (*_empty_groups(optimizer, states), *_low_masters(optimizer, states, held)):
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        steps = known.get(optimizer)
+        if steps is None or steps.groups != len(optimizer.param_groups):
+            # zero3's own have others in them, which are looked at themselves
+            if type(optimizer).__module__.startswith("zero3."):
+                return None
+            first, steps = steps is None, _Steps(optimizer, warned)
+            known[optimizer] = steps
+            for text in steps.problems(optimizer) if first else ():
                 _log.warning("%s", text)
+        if steps.owners and (len(args) > 1 or kwargs):
+            return steps.begin_in_closure(optimizer, args, kwargs)
+        for owner in steps.owners:
+            state = owner()
+            for account in state.gradients.accounts.values() if state is not None else ():
+                if account.unreached or account.owed:
+                    return steps.begin(optimizer)
+        return None
 
     return look
+
+
+class _Steps:
+    """The steps of one optimizer. It does not hold the optimizer, nor a model."""
+
+    def __init__(self, optimizer: Optimizer, warned: WeakSet[object]) -> None:
+        """`warned`: of parameters that no gradient reached: the backwards of models."""
+        self.groups = len(optimizer.param_groups)
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        states = dict.fromkeys(each for p in held if isinstance(each := state_of(p), LayerState))
+        self.owners = [Owner(state) for state in states]
+        self._left, self._warned = LeftAlone(), warned
+        self._ends = False  # whether it hears of the steps' ends
+
+    def _states(self) -> list[LayerState]:
+        return [state for owner in self.owners if (state := owner()) is not None]
+
+    def problems(self, optimizer: Optimizer) -> list[str]:
+        """What rank 0 warns of before the first step."""
+        states = self._states()
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if not states or not is_first(states[0].communicator):
+            return []
+        return [*_empty_groups(optimizer, states), *_low_masters(optimizer, states, held)]
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """The gradients are there, or will be when somebody asks (stage 1)."""
+        states = self._states()
+        if any(state.gradients.owed() and not shards_gradients(state.policy) for state in states):
+            reduce_deferred(p.grad for group in optimizer.param_groups for p in group["params"])
+        self._warn_of_unreached(states)
+        spans = spans_unreached(states)
+        if not spans or getattr(vars(optimizer).get("step"), "leaves_alone", False):
+            return
+        if not self._ends:
+            optimizer.register_step_post_hook(lambda stepped, *_: self._left.put_back(stepped))
+            self._ends = True
+        self._left.put_aside(optimizer, spans)
+
+    def _warn_of_unreached(self, states: list[LayerState]) -> None:
+        backward = states[0].gradients.backward()
+        if backward in self._warned or not is_first(states[0].communicator):
+            return
+        if names := list(_unreached(states)):
+            self._warned.add(backward)
+            names[_SHOWN_AT_MOST:] = ["..."] * (len(names) > _SHOWN_AT_MOST)
+            _log.warning(
+                "no gradient reached these parameters before the optimizer's step, on any rank: %s."
+                " They stay as they are, as in plain torch. (One that is reached in some steps only"
+                " and shares a chunk with others shares the count of steps of an optimizer such as"
+                " AdamW. With align among the options of zero3.param_groups it has its own.)",
+                ", ".join(names),
+            )
+
+    def begin_in_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer's closure may run the backward."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return self.begin(optimizer)
+
+        def looked_at() -> Any:
+            self._left.put_back(optimizer)
+            loss = closure()
+            self.begin(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": looked_at}
+        return (args[0], looked_at, *args[2:]), kwargs
+
+
+def _unreached(states: list[LayerState]) -> Iterator[str]:
+    for state in states:
+        for sharded in state.parameters:
+            chunk, name = sharded.chunk, sharded.sites.name
+            trains = chunk.shard.requires_grad and name not in chunk.left_out
+            if trains and sharded.index in (state.gradients.accounts[chunk].unreached or ()):
+                yield f"{state.label}.{name}"
 
 
 def _empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str]:
