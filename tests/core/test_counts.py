@@ -194,7 +194,7 @@ def test_a_rank_that_uses_no_parameter_keeps_step_with_the_others(world_size: in
         model = teller.sequential(blocks)
         teller.step(model, input_needs_grad=True)
         story = teller.step(model, input_needs_grad=True)
-        reached = [number < 2 and world_size == 3 or number > 0 for number in range(4)]
+        reached = [(number < 2 and world_size == 3) or number > 0 for number in range(4)]
         assert [chunk.grad is not None for chunk in model.get_trainable_chunk()] == reached
         return story
 

@@ -194,7 +194,7 @@ def test_an_outer_layer_is_full_from_its_forward_to_the_end_of_backward() -> Non
         landed = sum(formula.G) + own // 2 + BYTES  # the trailer of its one slot
         assert points == {
             **{f"forward of {i}": held + own + landed + formula.forward_of(i) for i in LAYERS},
-            **{f"backward of {i}": held + own + own // 2 + formula.backward_of(i, accumulating=True) for i in LAYERS},
+            **{f"backward of {i}": held + own + own // 2 + BYTES + formula.backward_of(i, accumulating=True) for i in LAYERS},
         }
         assert live.now == held + landed
 

@@ -55,8 +55,9 @@ class Unreached(Row):
         model.unused |= {2: "bias"} | ({} if rank == one.world_size - 1 else {0: "bias"})
 
     def optimizer(self, one: Side, optimizer: Any) -> Any:  # type: ignore[override]
+        alone = {id(p) for name, p in one.model.named_parameters() if one.is_ignored(name, p)}  # users give it a gradient, of zeros
         for group in optimizer.param_groups:
-            group["weight_decay"] = 0.1
+            group["weight_decay"] = 0.0 if alone & set(map(id, group["params"])) else 0.1
         return optimizer
 
     plain_optimizer = optimizer

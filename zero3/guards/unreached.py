@@ -28,7 +28,7 @@ def spans_unreached(states: Iterable[LayerState]) -> Spans:
         id(part.parameter): spans
         for state in states
         for chunk, account in state.gradients.accounts.items()
-        if account.unreached
+        if account.unreached != frozenset()  # None: this is a step inside of backward
         for part in chunk.parts
         if (spans := _of(chunk, part))
     }
@@ -68,7 +68,7 @@ class LeftAlone:
                 for span in spans.get(id(parameter), ()):
                     untouched = ~parameter.grad.as_subclass(Tensor)[span].any()
                     tensors = _tensors(optimizer, parameter)
-                    before = {key: each[span].clone() for key, each in tensors}
+                    before = {key: each[..., span].clone() for key, each in tensors}
                     if not group.get("weight_decay"):
                         before[_STILL] = before[_VALUES]
                     self._aside.append((parameter, span, untouched, before))
@@ -78,7 +78,7 @@ class LeftAlone:
         aside, self._aside = self._aside, []
         for parameter, span, untouched, before in aside:
             for key, tensor in _tensors(optimizer, parameter):
-                new = tensor[span]
+                new = tensor[..., span]
                 if key in before:
                     old = before[key]
                 elif _STILL in before:
@@ -103,7 +103,8 @@ def _tensors(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[
     """A parameter's values, and what the optimizer keeps for each of its elements."""
     kept = optimizer.state.get(parameter, {})
     state = [(key, each) for key, each in kept.items() if isinstance(each, Tensor)]
-    alike = [(key, each) for key, each in state if each.shape == parameter.shape]
+    # of several rows, perhaps, as some optimizers stack their moments
+    alike = [(key, each) for key, each in state if each.shape[-1:] == parameter.shape]
     return [(_VALUES, parameter.data), *alike]
 
 
