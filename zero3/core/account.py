@@ -30,7 +30,7 @@ from .gradient_types import (
     note_tokens,
     scale_gradient,
 )
-from .reached import Reached, reached_by
+from .reached import Reached, Unreached, reached_by
 from .ticket import Ticket
 
 __all__: list[str] = []
@@ -94,8 +94,7 @@ class Account:
         self.owed = False  # whether an earlier backward has kept gradients that are not reduced yet
         # 1-D [S+n], where chunks have replicas: the sum of one replica, not yet summed over all
         self.partial: Tensor | None = None
-        # slots that no gradient has reached since the chunk's was zeroed; None: see `settle`
-        self.unreached: frozenset[int] | None = frozenset()
+        self.unreached = Unreached(len(chunk.layout.slots))
         self._flow, self.among = flow, among
         self._buffer, self.added_as = buffer, added_as
         # parts, and the gradients that the last `keep` left with them
@@ -154,7 +153,8 @@ class Account:
             self._accumulate(landed, exact, reached)
 
     def _accumulate(self, landed: Tensor, exact: Tensor | None, reached: Reached | None) -> None:
-        self.unreached = frozenset() if reached is None else None
+        if reached is not None or self.unreached.slots:
+            self.unreached.land(reached)
         for part in self.chunk.parts:
             if part.parameter.requires_grad and not self._drops:
                 gradient = self._typed(part.of(landed), part)
@@ -166,15 +166,12 @@ class Account:
         """Nothing is on its way. A part of which no rank's gradients have reached a slot has none,
         as a parameter of plain torch.
         """
-        missing, knows = set(range(len(self.chunk.layout.slots))), False
+        gradients = [part.parameter.grad for part in self.chunk.parts]
+        self.unreached.settle([each for each in gradients if each is not None])
         for part in self.chunk.parts:
-            if (gradient := part.parameter.grad) is None:
-                continue
-            reached, knows = reached_by(gradient), True
-            missing -= part.slots if reached is None else reached.slots()
+            reached = reached_by(part.parameter.grad)
             if reached is not None and reached.nothing:
                 part.parameter.grad = None
-        self.unreached = frozenset(missing if knows else ())
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
         """`gradient` in the type that the gradient of `part` has. See `gradient_types`."""

@@ -225,7 +225,7 @@ class LayerGradients:
         for account in self.accounts.values():
             if account.saves:
                 account.end_backward(self)
-            if account.unreached is None:
+            if account.unreached.landed is not None:
                 account.settle()
         for each in self.ignored:
             each.end_backward()

@@ -177,7 +177,7 @@ class ChunkLayout:
 
 
 class Place(NamedTuple):
-    """Where the elements `[start, stop)` of a slot lie. `strided`: the arguments of `as_strided`."""
+    """Where elements `[start, stop)` of a slot lie. `strided`: the arguments of `as_strided`."""
 
     start: int
     stop: int

@@ -62,3 +62,29 @@ class Reached:
 def reached_by(gradient: Tensor | None) -> Reached | None:
     """None: all slots, or there is no gradient."""
     return getattr(gradient, "zero3_reached", None)
+
+
+class Unreached:
+    """The slots of a chunk that no gradient has reached since the chunk's was zeroed."""
+
+    __slots__ = ("landed", "slots", "_all")
+
+    def __init__(self, slots: int) -> None:
+        self.slots: frozenset[int] = frozenset()
+        self.landed: Reached | None = None  # of what is not settled
+        self._all = frozenset(range(slots))
+
+    def land(self, reached: Reached | None) -> None:
+        """`reached`: by a gradient that lands, None for all."""
+        self.landed, self.slots = reached, frozenset()
+
+    def settle(self, gradients: Iterable[Tensor]) -> None:
+        """`gradients`: those that this rank's part of the chunk has."""
+        of = [reached_by(gradient) for gradient in gradients] or [self.landed]
+        found = [reached.slots() for reached in of if reached is not None]
+        self.slots, self.landed = frozenset(), None
+        if len(found) == len(of):
+            self.slots = self._all.difference(*found)
+
+    def forget(self) -> None:
+        self.slots = frozenset()

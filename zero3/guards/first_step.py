@@ -55,7 +55,7 @@ def _looking() -> Callable[[Optimizer, Any, Any], Any]:
         for owner in steps.owners:
             state = owner()
             for account in state.gradients.accounts.values() if state is not None else ():
-                if account.unreached or account.owed:
+                if account.unreached.slots or account.owed:
                     return steps.begin(optimizer)
         return None
 
@@ -136,7 +136,7 @@ def _unreached(states: list[LayerState]) -> Iterator[str]:
         for sharded in state.parameters:
             chunk, name = sharded.chunk, sharded.sites.name
             trains = chunk.shard.requires_grad and name not in chunk.left_out
-            if trains and sharded.index in (state.gradients.accounts[chunk].unreached or ()):
+            if trains and sharded.index in state.gradients.accounts[chunk].unreached.slots:
                 yield f"{state.label}.{name}"
 
 

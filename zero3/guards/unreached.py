@@ -28,7 +28,8 @@ def spans_unreached(states: Iterable[LayerState]) -> Spans:
         id(part.parameter): spans
         for state in states
         for chunk, account in state.gradients.accounts.items()
-        if account.unreached != frozenset()  # None: this is a step inside of backward
+        # in a step inside of backward nothing is settled
+        if account.unreached.slots or account.unreached.landed is not None
         for part in chunk.parts
         if (spans := _of(chunk, part))
     }

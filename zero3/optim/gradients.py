@@ -167,8 +167,10 @@ def _has_gradient_elsewhere(state: LayerState, sharded: ShardedParameter) -> boo
     """Whether a backward has reached it, as far as this rank can tell: it may have nothing that
     trains.
     """
-    unreached = state.gradients.accounts[sharded.chunk].unreached or ()
-    trained = state.trainable()
+    unreached = state.gradients.accounts[sharded.chunk].unreached.slots
+    trained, backward = state.trainable(), state.gradients.backward()
+    if unreached and backward is not None:  # by itself, what this rank has of the layer may be none
+        trained = [part for part in parts_of(backward.layers) if part.requires_grad]
     has_gradients = not trained or any(parameter.grad is not None for parameter in trained)
     return has_gradients and sharded.index not in unreached
 
