@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 class Bytes(NamedTuple):
     """Of an element where it is kept, where it is computed with, and where gradients are summed; the allocator's unit; and the unit of
-    elements behind each slice of a reduction.
+    elements behind each slice of a reduction, 0 for none.
     """
 
     stored: int = BYTES
@@ -76,7 +76,8 @@ class Formula:
         self.last = len(sizes) - 1
         self.S = [unit.of(each, unit.stored) for each in slices]
         self.F = [unit.of(world_size * each, unit.computed) for each in slices]
-        behind = [-(-len(each) // unit.trailers_of) * unit.trailers_of if world_size > 1 else 0 for each in sizes]
+        of = unit.trailers_of if world_size > 1 else 0
+        behind = [-(-len(each) // of) * of if of else 0 for each in sizes]
         with_trailers = [numel + n for numel, n in zip(slices, behind, strict=True)]
         self.FG = [unit.of(world_size * each, unit.reduced) for each in with_trailers]
         self.G = [unit.of(each, unit.stored) for each in with_trailers]

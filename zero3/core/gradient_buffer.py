@@ -126,15 +126,15 @@ class GradientBuffer:
         """The buffer `[W*(S+n)]`, with zeros for slots without a gradient. From now on the buffer
         is the caller's.
         """
-        full, places = self.flat(), self.layout.places
-        missing = len(places) - 1 - len(self.written)
-        if missing or places[-1][0].stop:  # padding
-            for index in range(len(places)):
-                for place in places[index] if index not in self.written else ():
-                    full.as_strided(*place.strided).zero_()
+        full, spots = self.flat(), self.layout.spots
+        missing = len(spots) - 1 - len(self.written)
+        if missing or spots[-1][0].stop:  # padding
+            for index in range(len(spots)):
+                for spot in spots[index] if index not in self.written else ():
+                    full.as_strided(*spot.strided).zero_()
         n = self.layout.trailer
-        for place in self.layout.trailers if n else ():
-            trailer = full.as_strided(*place.strided)
+        for spot in self.layout.trailers if n else ():
+            trailer = full.as_strided(*spot.strided)
             trailer.copy_(self.trailer(n, full.dtype)) if missing else trailer.fill_(1)
         return full
 
@@ -143,21 +143,21 @@ class GradientBuffer:
         self._dtype = other._dtype
         full, others = self._to_add_to(), other.flat()
         for index in other.written:
-            for place in self.layout.places[index]:
-                found = others.as_strided(*place.strided)
+            for spot in self.layout.spots[index]:
+                found = others.as_strided(*spot.strided)
                 found = found if factor is None else found.to(full.dtype) * factor
-                self._add(full.as_strided(*place.strided), index, found)
+                self._add(full.as_strided(*spot.strided), index, found)
             self.written.add(index)
 
     def _write(self, full: Tensor, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        places = self.layout.places[index]
-        for place in places:
+        spots = self.layout.spots[index]
+        for spot in spots:
             part = gradient
-            if len(places) > 1:
-                part = gradient.reshape(-1)[place.start : place.stop].view(place.strided[0])
-            self._add(full.as_strided(*place.strided), index, part)
+            if len(spots) > 1:
+                part = gradient.reshape(-1)[spot.start : spot.stop].view(spot.strided[0])
+            self._add(full.as_strided(*spot.strided), index, part)
         self.written.add(index)
 
     def _add(self, place: Tensor, index: int, gradient: Tensor) -> None:

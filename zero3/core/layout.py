@@ -176,7 +176,7 @@ class ChunkLayout:
         return tuple(found)
 
 
-class Place(NamedTuple):
+class Spot(NamedTuple):
     """Where elements `[start, stop)` of a slot lie. `strided`: the arguments of `as_strided`."""
 
     start: int
@@ -206,16 +206,16 @@ class GradientLayout:
         return bounds and tuple(at + rank * self.trailer for rank, at in enumerate(bounds))
 
     @cached_property
-    def places(self) -> tuple[tuple[Place, ...], ...]:
+    def spots(self) -> tuple[tuple[Spot, ...], ...]:
         """Where each slot lies. One that is cut has a place before the first cut, one behind the
         last, and one for all slices between (one for each, if these have different lengths). What
         stands behind the last slot is padding.
         """
         layout, end = self.of, self.of.padded_numel
         padding = Slot("", (end - layout.numel,), layout.numel)
-        return tuple(tuple(self._places(slot)) for slot in (*layout.slots, padding))
+        return tuple(tuple(self._spots(slot)) for slot in (*layout.slots, padding))
 
-    def _places(self, slot: Slot) -> Iterator[Place]:
+    def _spots(self, slot: Slot) -> Iterator[Spot]:
         ranks: Sequence[int] = range(self.of.world_size)
         if self.of.bounds is None and slot.numel:
             length = self.of.shard_numel
@@ -223,7 +223,7 @@ class GradientLayout:
         ranks = [rank for rank in ranks if self._overlap(slot, rank)]
         if len(ranks) < 2 or not self.trailer:
             offset = slot.offset + (ranks[0] * self.trailer if ranks else 0)
-            yield Place(0, slot.numel, (slot.shape, slot.stride, offset))
+            yield Spot(0, slot.numel, (slot.shape, slot.stride, offset))
             return
         equal = self.of.bounds is None and len(ranks) > 2
         for rank in (ranks[0], ranks[1], ranks[-1]) if equal else ranks:
@@ -234,7 +234,7 @@ class GradientLayout:
                 length, rows = self.of.shard_numel, len(ranks) - 2
                 size, stride = (rows, length), (length + self.trailer, 1)
                 stop = start + rows * length
-            yield Place(start, stop, (size, stride, offset))
+            yield Spot(start, stop, (size, stride, offset))
 
     def _overlap(self, slot: Slot, rank: int) -> tuple[int, int] | tuple[()]:
         """The slot's elements in a rank's slice."""
@@ -243,14 +243,14 @@ class GradientLayout:
         return (start - slot.offset, stop - slot.offset) if start < stop else ()
 
     @cached_property
-    def trailers(self) -> tuple[Place, ...]:
+    def trailers(self) -> tuple[Spot, ...]:
         """Where the trailers lie, in one place if slices are equal."""
         layout, n = self.of, self.trailer
         ends = [layout.chunk_range(rank)[1] + rank * n for rank in range(layout.world_size)]
         if layout.bounds is None:
             stride = (layout.shard_numel + n, 1)
-            return (Place(0, n, ((layout.world_size, n), stride, ends[0])),)
-        return tuple(Place(0, n, ((n,), (1,), end)) for end in ends)
+            return (Spot(0, n, ((layout.world_size, n), stride, ends[0])),)
+        return tuple(Spot(0, n, ((n,), (1,), end)) for end in ends)
 
 
 def megabytes(nbytes: int) -> str:

@@ -67,7 +67,7 @@ def reached_by(gradient: Tensor | None) -> Reached | None:
 class Unreached:
     """The slots of a chunk that no gradient has reached since the chunk's was zeroed."""
 
-    __slots__ = ("landed", "slots", "_all")
+    __slots__ = ("_all", "landed", "slots")
 
     def __init__(self, slots: int) -> None:
         self.slots: frozenset[int] = frozenset()

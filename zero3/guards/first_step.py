@@ -92,7 +92,7 @@ class _Steps:
             reduce_deferred(p.grad for group in optimizer.param_groups for p in group["params"])
         self._warn_of_unreached(states)
         spans = spans_unreached(states)
-        if not spans or getattr(vars(optimizer).get("step"), "leaves_alone", False):
+        if not spans or getattr(vars(optimizer).get("step"), "zero3_leaves_alone", False):
             return
         if not self._ends:
             optimizer.register_step_post_hook(lambda stepped, *_: self._left.put_back(stepped))

@@ -42,8 +42,8 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Name to a 1-D tensor, in the model's order. It is empty if other ranks hold the parameter. A
         tied parameter stands once, under its first name. Frozen parameters are left out, those that
-        `param_groups` left out or the policy's `ignored` leaves alone, and those without a
-        gradient, as all are after `zero_grad()`.
+        `param_groups` left out or the policy's `ignored` leaves alone, and those that no rank's
+        gradient has reached since gradients were zeroed, as all are after `zero_grad()`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
