@@ -49,7 +49,7 @@ def test_the_steps_picture_holds_as_many_bytes_as_the_memory_page_says(step: dic
     layer, number, chunk = step["LAYER"], step["BLOCKS"], step["LAYER"] // step["RANKS"]
     _, bands = recorded.memory()
     assert max(bands["full parameters"]) == 2 * layer
-    trailer = 4 * 2  # of a layer's two parameters, behind each slice of its gradient
+    trailer = 4 * 4  # of a layer's four parameters, behind each slice of its gradient
     assert layer < max(bands["full gradients"]) <= 2 * (layer + step["RANKS"] * trailer)
     assert max(bands["gradients"]) == number * (chunk + trailer)
     held = {kind: band[-1] for kind, band in bands.items()}
