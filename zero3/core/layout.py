@@ -220,27 +220,28 @@ class GradientLayout:
         if self.of.bounds is None and slot.numel:
             length = self.of.shard_numel
             ranks = range(slot.offset // length, -(-slot.stop // length))
-        ranks = [rank for rank in ranks if self._overlap(slot, rank)]
+        overlaps = {rank: self._overlap(slot, rank) for rank in ranks}
+        ranks = [rank for rank, (start, stop) in overlaps.items() if start < stop]
         if len(ranks) < 2 or not self.trailer:
             offset = slot.offset + (ranks[0] * self.trailer if ranks else 0)
             yield Spot(0, slot.numel, (slot.shape, slot.stride, offset))
             return
         equal = self.of.bounds is None and len(ranks) > 2
         for rank in (ranks[0], ranks[1], ranks[-1]) if equal else ranks:
-            start, stop = self._overlap(slot, rank)
+            start, stop = overlaps[rank]
             offset = slot.offset + start + rank * self.trailer
-            size, stride = (stop - start,), (1,)
+            size: tuple[int, ...] = (stop - start,)
+            stride: tuple[int, ...] = (1,)
             if equal and rank == ranks[1]:
                 length, rows = self.of.shard_numel, len(ranks) - 2
                 size, stride = (rows, length), (length + self.trailer, 1)
                 stop = start + rows * length
             yield Spot(start, stop, (size, stride, offset))
 
-    def _overlap(self, slot: Slot, rank: int) -> tuple[int, int] | tuple[()]:
-        """The slot's elements in a rank's slice."""
+    def _overlap(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """The slot's elements in a rank's slice, if there are any."""
         low, high = self.of.chunk_range(rank)
-        start, stop = max(low, slot.offset), min(high, slot.stop)
-        return (start - slot.offset, stop - slot.offset) if start < stop else ()
+        return max(low, slot.offset) - slot.offset, min(high, slot.stop) - slot.offset
 
     @cached_property
     def trailers(self) -> tuple[Spot, ...]:

@@ -107,10 +107,11 @@ def divide(
 def _parts_of(
     chunk: Chunk, choices: dict[Slot, Choice]
 ) -> tuple[list[Part], list[tuple[int, nn.Parameter]]]:
-    spans: list[tuple[int, int, Slot, tuple[int, ...]]] = []
+    spans: list[tuple[int, int, Slot | None, tuple[int, ...]]] = []
     for piece in chunk.pieces:
         start, stop, choice = piece.place.start, piece.place.stop, choices[piece.slot]
-        if spans and choice.merges and choices[spans[-1][2]] == choice:
+        before = spans[-1][2] if spans else None
+        if before is not None and choice.merges and choices[before] == choice:
             start = spans.pop()[0]
         shape = piece.slot.shape if choice.whole else (stop - start,)
         spans.append((start, stop, piece.slot, shape))

@@ -406,7 +406,7 @@ def _step_without(
     left = LeftAlone()
     left.put_aside(optimizer, beside)
     if "closure" in inspect.signature(optimizer.step).parameters:
-        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type]
+        optimizer.step(lambda: 0.0)
     else:
         optimizer.step()
     left.put_back(optimizer)
