@@ -224,7 +224,7 @@ ROWS = {
     "compare_every": Row(1, compared, (0, 1), (2 * BLOCKS - 1, 0)),
     "ignored": Row(left_alone, elements_gathered, THERE_AND_BACK, [WEIGHT] * (2 * BLOCKS - 1)),
     "grad_dtype": Row(BF16, gradient_dtypes, {FP32}, {BF16}),
-    "group_adapters": Row(False, elements_reduced, [BLOCKS * BIAS], [BIAS] * BLOCKS, trained="bias"),
+    "group_adapters": Row(False, elements_reduced, [BLOCKS * (BIAS + 2)], [BIAS + 2] * BLOCKS, trained="bias"),
     "resident_bytes": Row(
         4 * WEIGHT,
         elements_gathered,

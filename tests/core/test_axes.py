@@ -25,7 +25,8 @@ from zero3.core.account import Account
 from zero3.core.chunk import Plain
 from zero3.core.flow import Add, Average, Flow, ReduceScatter
 from zero3.core.gradient_buffer import GradientBuffer
-from zero3.core.layout import ChunkLayout
+from zero3.core.layout import ChunkLayout, GradientLayout
+from zero3.core.reached import Reached
 from zero3.core.ticket import Ticket
 from zero3.stores.files import Files, PutAway
 from zero3.stores.resting import Home
@@ -51,12 +52,13 @@ class Taking:
         self.among = SimpleNamespace(averaged_over=1)
         self.landed: list[tuple[Tensor, Tensor | None]] = []
 
-    def land(self, landed: Tensor, exact: Tensor | None) -> None:
+    def land(self, landed: Tensor, exact: Tensor | None, reached: Reached | None) -> None:
+        assert reached is None
         self.landed.append((landed, exact))
 
 
 def started(account: Any, *behind: Any) -> Ticket:
-    buffer = GradientBuffer(account.chunk.layout, torch.float32, account.chunk.device)
+    buffer = GradientBuffer(GradientLayout(account.chunk.layout, 0), torch.float32, account.chunk.device)
     buffer.add(0, torch.full((4,), 1 + 2**-12))
     flow = Flow(ReduceScatter(None, torch.float32), Average(torch.bfloat16, mean=True), *behind)
     group: Any = SimpleNamespace(takes_pieces=False, rank=0, world_size=1)

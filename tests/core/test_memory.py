@@ -33,7 +33,7 @@ def check_steps(formula: Formula, world_size: int | None, slack: int = 0) -> Non
         policy = {"prefetch_depth": formula.depth, "reshard_after_forward": not formula.kept}
         model = make(world_size, lambda name: points.update({name: live.now}), **policy)
         optimizer = torch.optim.AdamW(model.get_trainable_chunk())
-        held, landed = formula.chunks, sum(formula.S)
+        held, landed = formula.chunks, sum(formula.G)
         check("after construction", held)
         for _ in range(2):
             for gradients in (0, landed):
@@ -49,7 +49,7 @@ def check_steps(formula: Formula, world_size: int | None, slack: int = 0) -> Non
             assert not points, "computed more often than it should"
             clip_grad_norm_(model, 1.0)
             optimizer.step()
-            held = formula.chunks + 2 * landed + len(LAYERS) * BYTES  # two moments, and a scalar that counts steps
+            held = formula.chunks + 2 * sum(formula.S) + len(LAYERS) * BYTES  # two moments, and a scalar that counts steps
             check("after the step", held + landed)
             optimizer.zero_grad()
             check("after zero_grad", held)
@@ -162,10 +162,10 @@ def test_frozen_layers_have_no_gradients() -> None:
         model = make(2, lambda name: points.update({name: live.now}), frozen=(1, 2))
         output = model(torch.empty(0, WIDTHS[0]))
         output.backward(torch.empty_like(output))
-        assert points["backward of 2"] == formula.chunks + formula.F[2] + formula.F[1] + formula.F[3] + formula.S[3]
-        assert points["backward of 1"] == formula.chunks + formula.F[1] + formula.F[0] + formula.S[3]
-        assert points["backward of 0"] == formula.chunks + formula.F[0] + formula.S[3]
-        assert live.now == formula.chunks + formula.S[0] + formula.S[3]
+        assert points["backward of 2"] == formula.chunks + formula.F[2] + formula.F[1] + formula.FG[3] + formula.G[3]
+        assert points["backward of 1"] == formula.chunks + formula.F[1] + formula.F[0] + formula.G[3]
+        assert points["backward of 0"] == formula.chunks + formula.F[0] + formula.G[3]
+        assert live.now == formula.chunks + formula.G[0] + formula.G[3]
 
 
 def test_an_outer_layer_is_full_from_its_forward_to_the_end_of_backward() -> None:
@@ -189,12 +189,12 @@ def test_an_outer_layer_is_full_from_its_forward_to_the_end_of_backward() -> Non
         held = formula.chunks + own // 2 + BYTES
         for accumulating in (False, True):
             output = model(torch.empty(0, WIDTHS[0]))
-            assert live.now == held + own + formula.between() + (sum(formula.S) + own // 2 if accumulating else 0)
+            assert live.now == held + own + formula.between() + (sum(formula.G) + own // 2 + BYTES if accumulating else 0)
             output.backward(torch.empty_like(output))
-        landed = sum(formula.S) + own // 2
+        landed = sum(formula.G) + own // 2 + BYTES  # the trailer of its one slot
         assert points == {
             **{f"forward of {i}": held + own + landed + formula.forward_of(i) for i in LAYERS},
-            **{f"backward of {i}": held + own + own // 2 + formula.backward_of(i, accumulating=True) for i in LAYERS},
+            **{f"backward of {i}": held + own + own // 2 + BYTES + formula.backward_of(i, accumulating=True) for i in LAYERS},
         }
         assert live.now == held + landed
 

@@ -144,12 +144,12 @@ def test_memory_of_a_mesh(depth: int) -> None:
             model = layers(mesh)
             first, second = (live.peak_of(lambda: model(torch.empty(0, WIDTHS[0])).sum().backward()) for _ in range(2))  # noqa: B023
             peaks[mesh] = first, second
-            assert live.now == formula.chunks + sum(formula.S)
+            assert live.now == formula.chunks + sum(formula.G)
             model.zero_grad()
             for _ in range(2):
                 with zero3.no_sync(model, replicas_only=True):
                     model(torch.empty(0, WIDTHS[0])).sum().backward()
                 awaited = len(LAYERS) * BYTES * mesh  # what stands for the gradients meanwhile: one element each
-                assert live.now == formula.chunks + sum(formula.S) + awaited
+                assert live.now == formula.chunks + sum(formula.G) + awaited
     assert peaks[True][0] == peaks[False][0]
-    assert peaks[False][1] <= peaks[True][1] <= peaks[False][1] + sum(formula.S)
+    assert peaks[False][1] <= peaks[True][1] <= peaks[False][1] + sum(formula.G)

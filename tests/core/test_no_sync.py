@@ -268,10 +268,10 @@ def test_what_it_costs(world_size: int) -> None:
         with zero3.no_sync(model):
             model(torch.empty(0, WIDTHS[0])).sum().backward()
         awaited = len(LAYERS) * BYTES  # what stands for the gradients meanwhile: one element each
-        kept = sum(formula.F) + awaited if world_size > 1 else sum(formula.S)
+        kept = sum(formula.FG) + awaited if world_size > 1 else sum(formula.G)
         assert live.now == formula.chunks + kept
         model(torch.empty(0, WIDTHS[0])).sum().backward()
-        assert live.now == formula.chunks + sum(formula.S)
+        assert live.now == formula.chunks + sum(formula.G)
 
 
 def test_nothing_sharded_is_an_error() -> None:

@@ -192,7 +192,7 @@ def test_resident_leaves_ranks_at_their_own_pace(policy: ShardingPolicy) -> None
 def test_bytes_of_each_stage(world_size: int, stage: int) -> None:
     """docs/stages.md, to the byte: chunks, what stays whole, and gradients before and after the optimizer has looked."""
     formula = Formula(world_size, 1)
-    full, landed = sum(formula.F), sum(formula.S)
+    full, kept, landed = sum(formula.F), sum(formula.FG), sum(formula.G)
     with LiveBytes() as live:
         model = make(world_size, stage=stage)
         optimizer = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1)
@@ -200,7 +200,7 @@ def test_bytes_of_each_stage(world_size: int, stage: int) -> None:
             model(torch.empty(0, WIDTHS[0])).sum().backward()
             parameters = formula.chunks + (full if stage < 3 else 0)
             awaited = len(LAYERS) * BYTES
-            assert live.now == parameters + (full + awaited if stage == 1 else landed)
+            assert live.now == parameters + (kept + awaited if stage == 1 else landed)
             optimizer.step()
             assert live.now == parameters + landed
             optimizer.zero_grad()

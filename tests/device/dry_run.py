@@ -44,7 +44,7 @@ SIZES = {
     "7b": Size(32, Shape(hidden=4096, intermediate=11008, heads=32, groups=32)),
     "70b": Size(80, Shape(hidden=8192, intermediate=28672, heads=64, groups=8)),
 }
-MIXED = Bytes(stored=4, computed=2, reduced=4, rounded_to=512)  # fp32 chunks, computation in bf16, reduction in fp32
+MIXED = Bytes(stored=4, computed=2, reduced=4, rounded_to=512, trailers_of=16)  # fp32 chunks, computation in bf16, reduction in fp32
 
 
 class Readout(nn.Module):

@@ -181,7 +181,8 @@ FAULTS = [
         "what a gather brings is allocated on another stream",
         "core/chunk.py",
         "                self.room = self.wire.room(self, full.tensor, self.among)\n",
-        "                with torch.Stream(self.shard.device):\n                    self.room = self.wire.room(self, full.tensor, self.among)\n",
+        "                with torch.Stream(self.shard.device):\n"
+        "                    self.room = self.wire.room(self, full.tensor, self.among)\n",
         "compressed",
     ),
     Fault(

@@ -29,7 +29,7 @@ def test_dry_run(size: str, ranks: int, depth: int) -> None:
         empty, steady = run.step(0, may_wait=False), run.step(1, may_wait=False)
         del run
     told = formula.unit.of(16 * ranks, 1)  # what ranks have told each other, from the beginning of a forward to clipping
-    held, landed = formula.chunks + 2 * sum(formula.S), sum(formula.S)
+    held, landed = formula.chunks + 2 * sum(formula.S), sum(formula.G)
     during = held + told
     points = {
         **{f"forward of {i}": during + formula.forward_of(i) + (i - 1) * SEEDS for i in range(1, count - 1)},

@@ -84,15 +84,15 @@ FAULTS = [
     Fault(
         "padding not zeroed",
         "core/gradient_buffer.py",
-        "            full[self._layout.numel :].zero_()",
-        "            pass",
+        "if missing or spots[-1][0].stop:",
+        "if missing:",
         "core/random_models",
     ),
     Fault(
         "slots without gradients not zeroed",
         "core/gradient_buffer.py",
-        "self._slot(full, index).zero_()",
-        "pass",
+        "                    full.as_strided(*spot.strided).zero_()",
+        "                    pass",
         "core/paths",
     ),
     Fault(
@@ -105,11 +105,55 @@ FAULTS = [
     Fault(
         "a layer's second gradient takes the first's place",
         "core/gradient_buffer.py",
-        "        if index in self._came:\n            self.flat()\n",
+        "        if index in self.came:\n            self.flat()\n",
         "",
         "core/recomputation",
     ),
-    Fault("a gradient used twice overwrites", "core/gradient_buffer.py", "slot.add_(gradient)", "slot.copy_(gradient)", "core/no_sync"),
+    Fault(
+        "a gradient used twice overwrites", "core/gradient_buffer.py", "place.add_(gradient) if", "place.copy_(gradient) if", "core/no_sync"
+    ),
+    Fault(
+        "what other ranks have reached is not read",
+        "core/reached.py",
+        "            if not told.is_meta:",
+        "            if False:",
+        "core/unreached",
+    ),
+    Fault(
+        "a trailer says that every slot was reached",
+        "core/gradient_buffer.py",
+        "known = [slot in self.came or slot in self.written for",
+        "known = [True for",
+        "core/unreached",
+    ),
+    Fault(
+        "a slot that only another replica has reached counts as unreached",
+        "stages/replicas.py",
+        "communicator.sum_replicas(gradient.summed)",
+        "communicator.sum_replicas(gradient.summed[: gradient.account.chunk.shard.numel()])",
+        "core/unreached",
+    ),
+    Fault(
+        "a gradient that no slot was reached by stays zero",
+        "core/account.py",
+        "                part.parameter.grad = None\n\n    def _typed",
+        "                pass\n\n    def _typed",
+        "core/unreached",
+    ),
+    Fault(
+        "elements that no gradient reached are stepped",
+        "guards/unreached.py",
+        "                new.copy_(torch.where(",
+        "                (torch.where(",
+        "core/unreached",
+    ),
+    Fault(
+        "the bytes behind a compressed row are not added up",
+        "wires/coded.py",
+        "    torch.sum(trailers, 0, dtype=total.dtype, out=trailer)",
+        "    trailer.copy_(trailers[0])",
+        "core/unreached",
+    ),
     Fault(
         "a chunk's reduction skipped",
         "core/layer_gradients.py",

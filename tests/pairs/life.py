@@ -410,18 +410,18 @@ class Plain(Side):
     def keep(self, rank: int, model: Model) -> None:
         policy, mine = self.life.policy, self.kept.setdefault(rank, {})
         for name, p in model.named_parameters():
-            if p.requires_grad:
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            if p.requires_grad and p.grad is not None:
                 dtype = p.dtype if self.is_ignored(name, p) else policy.reduce_dtype or p.dtype
-                mine[name] = mine.get(name, 0) + gradient.to(dtype)
+                mine[name] = mine.get(name, 0) + p.grad.to(dtype)
 
     def reduce(self) -> None:
         """Adds up what ranks keep, and joins it to the gradients."""
         policy, kept = self.life.policy, [self.kept[rank] for rank in sorted(self.kept)]
         self.kept = {}
         for name, p in self.model.named_parameters():
-            if kept and p.requires_grad:
-                parts = [mine[name] for mine in kept]
+            found = [mine[name] for mine in kept if name in mine]
+            if found and p.requires_grad:  # what no rank's gradient has reached has none
+                parts = [mine.get(name, torch.zeros_like(found[0])) for mine in kept]
                 is_sent = self.shards > 1 and not self.is_ignored(name, p) and not self.is_at_home(name)
                 if policy.reduce_format is not None and is_sent:
                     parts = [rounded(part, policy.reduce_format).float() for part in parts]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import ONE_GENERATOR, Fuse
@@ -67,8 +68,12 @@ class Block(nn.Module):
         self.first = nn.Parameter(torch.randn(1, WIDTH) / 3) if adapted else None
         self.second = nn.Parameter(torch.randn(WIDTH, 1) / 3) if adapted else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(torch.tanh(self.up(x)))
+    def forward(self, x: Tensor, unused: str = "") -> Tensor:
+        """`unused`: what of it computes nothing: "bias", "block" or nothing."""
+        if unused == "block":
+            return x * 1
+        hidden = torch.tanh(self.up(x))
+        y = linear(hidden, self.down.weight) if unused == "bias" else self.down(hidden)
         y = y if self.mixture is None else y + self.mixture(x)
         return x + y if self.first is None or self.second is None else x + y + x @ self.first.t() @ self.second.t()
 
@@ -93,6 +98,7 @@ class Model(nn.Module):
         self.reentrant = shape.reentrant
         self.blows: tuple[str, type[BaseException]] | None = None  # in which phase to fail, and with what
         self.skips: set[int] = set()
+        self.unused: dict[int, str] = {}
 
     def forward(self, words: Tensor, numbers: Tensor) -> Tensor:
         return self.head(self.norm(self.through_blocks(words, numbers)))
@@ -109,8 +115,11 @@ class Model(nn.Module):
                 x = Fuse.apply(x, self)
             if number in self.skips:
                 continue
-            recomputed = self.reentrant is not None and torch.is_grad_enabled()
-            x = checkpoint(block, x if x.requires_grad else x.requires_grad_(), use_reentrant=self.reentrant) if recomputed else block(x)
+            given = (self.unused[number],) if number in self.unused else ()
+            if self.reentrant is not None and torch.is_grad_enabled():
+                x = checkpoint(block, x if x.requires_grad else x.requires_grad_(), *given, use_reentrant=self.reentrant)
+            else:
+                x = block(x, *given)
         return x
 
 

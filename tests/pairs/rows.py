@@ -49,6 +49,22 @@ class Dynamic(Row):
         model.skips = {(rank + one.epoch + micro) % BLOCKS}
 
 
+class Unreached(Row):
+    """No rank's gradient reaches a block in the second epoch, nor a bias in any; one reaches another bias. Nothing decays or drifts."""
+
+    def prepares(self, one: Side, model: Any, rank: int, micro: int) -> None:
+        model.unused = {1: "block"} if one.epoch == 1 else {}
+        model.unused |= {2: "bias"} | ({} if rank == one.world_size - 1 else {0: "bias"})
+
+    def optimizer(self, one: Side, optimizer: Any) -> Any:  # type: ignore[override]
+        alone = {id(p) for name, p in one.model.named_parameters() if one.is_ignored(name, p)}  # users give it a gradient, of zeros
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0 if alone & set(map(id, group["params"])) else 0.1
+        return optimizer
+
+    plain_optimizer = optimizer
+
+
 class Failing(Row):
     """A micro-batch fails, in the phase and on the ranks that dice say."""
 
@@ -574,6 +590,7 @@ AXES: dict[str, dict[str, Row]] = {
         "reentrant": Row("reentrant", shape={"reentrant": True}),
         "not reentrant": Row("reentrant", shape={"reentrant": False}, streams=True),
     },
+    "unreached": {"": Unreached("unreached", streams=True)},
     "compile": {"a block": Compiled("compile")},
     "materialize": {"from meta": Materialized("materialize", shape={"meta": True})},
     "joinable": {"uneven": Joined("joinable", streams=True)},

@@ -135,8 +135,8 @@ def test_transactional_costs_one_more_gradient_shard(world_size: int) -> None:
             model = make(world_size, transactional=transactional)
             first, second = (live.peak_of(lambda: model(torch.empty(0, WIDTHS[0])).sum().backward()) for _ in range(2))  # noqa: B023
             peaks[transactional] = first, second
-            assert live.now - formula.chunks == sum(formula.S), "after the backward there is one gradient again"
+            assert live.now - formula.chunks == sum(formula.G), "after the backward there is one gradient again"
     assert peaks[True][0] == peaks[False][0]
     # without a transaction, what has landed is one sum with what was there: only what travels is held twice
-    landed = max(sum(formula.S[j] for j in LAYERS if j > i + 1) for i in LAYERS)
-    assert 0 < peaks[True][1] - peaks[False][1] <= landed <= sum(formula.S)
+    landed = max(sum(formula.G[j] for j in LAYERS if j > i + 1) for i in LAYERS)
+    assert 0 < peaks[True][1] - peaks[False][1] <= landed <= sum(formula.G)

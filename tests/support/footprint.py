@@ -46,12 +46,15 @@ class Block(nn.Module):
 
 
 class Bytes(NamedTuple):
-    """Of an element where it is kept, where it is computed with, and where gradients are summed; and the allocator's unit."""
+    """Of an element where it is kept, where it is computed with, and where gradients are summed; the allocator's unit; and the unit of
+    elements behind each slice of a reduction, 0 for none.
+    """
 
     stored: int = BYTES
     computed: int = BYTES
     reduced: int = BYTES
     rounded_to: int = 1
+    trailers_of: int = 1
 
     def of(self, numel: int, element: int) -> int:
         """Of one tensor."""
@@ -63,7 +66,7 @@ EXACT = Bytes()
 
 class Formula:
     """docs/memory.md as code. W ranks; depth d; of each layer, in bytes: S its chunk, F its full parameters, P its gradients as autograd
-    makes them, FG its full gradient. `sizes`: the elements of each layer's parameters."""
+    makes them, G its gradient and FG its full gradient, with trailers. `sizes`: the elements of each layer's parameters."""
 
     def __init__(
         self, world_size: int, depth: int, *, kept: bool = False, sizes: Sequence[Sequence[int]] = SIZES, unit: Bytes = EXACT
@@ -73,10 +76,14 @@ class Formula:
         self.last = len(sizes) - 1
         self.S = [unit.of(each, unit.stored) for each in slices]
         self.F = [unit.of(world_size * each, unit.computed) for each in slices]
-        self.FG = [unit.of(world_size * each, unit.reduced) for each in slices]
+        of = unit.trailers_of if world_size > 1 else 0
+        behind = [-(-len(each) // of) * of if of else 0 for each in sizes]
+        with_trailers = [numel + n for numel, n in zip(slices, behind, strict=True)]
+        self.FG = [unit.of(world_size * each, unit.reduced) for each in with_trailers]
+        self.G = [unit.of(each, unit.stored) for each in with_trailers]
         self.P = [sum(unit.of(numel, unit.computed) for numel in each) for each in sizes]
         # a reduction holds its buffer and its result; at world size 1 one is the other
-        self.travelling = [self.FG[j] + (unit.of(slices[j], unit.reduced) if world_size > 1 else 0) for j in range(len(sizes))]
+        self.travelling = [self.FG[j] + (unit.of(with_trailers[j], unit.reduced) if world_size > 1 else 0) for j in range(len(sizes))]
         self.stand_ins = len(sizes) * unit.of(1, unit.stored)
 
     @property
@@ -101,7 +108,7 @@ class Formula:
         travels = range(i + 1, min(i + self.depth - over, self.last) + 1)
         fetched = self.full(range(0 if self.kept else max(0, i - self.depth), i + 1))
         travelling = sum(self.travelling[j] for j in travels)
-        landed = sum(self.S) if accumulating else sum(self.S[travels.stop :])
+        landed = sum(self.G) if accumulating else sum(self.G[travels.stop :])
         return fetched + travelling + landed
 
     def peak_of_backward_of(self, i: int, *, accumulating: bool) -> int:
@@ -118,16 +125,12 @@ class GlooFormula(Formula):
         super().__init__(world_size, depth)
         for i in LAYERS:
             layout = ChunkLayout.build([("weight", (WIDTHS[i + 1], WIDTHS[i])), ("bias", (WIDTHS[i + 1],))], world_size)
-            needed, copied = set(layout.cuts[rank]), 0
-            for cuts in () if near else (layout.cuts[other] for other in range(world_size) if other != rank):
-                if len(cuts) > 1:
-                    copied += self.S[i]  # what is sent from several places
-                else:
-                    needed |= set(cuts)
+            needed, trailer = set(layout.cuts[rank]), len(layout.slots) * BYTES
+            copied = 0 if near else (world_size - 1) * self.G[i]  # what is sent is a slice and a trailer, side by side
             padding = sum(stop for slot, _, stop in needed if slot == len(layout.slots)) * BYTES
             gradients = sum(layout.slots[slot].numel for slot in {slot for slot, _, _ in needed} if slot < len(layout.slots)) * BYTES
-            received = 0 if near else (world_size - 2) * self.S[i]  # before it is added up, but for the first
-            self.travelling[i] = gradients + padding + copied + received + self.S[i]
+            received = 0 if near else (world_size - 2) * self.G[i]  # before it is added up, but for the first
+            self.travelling[i] = gradients + padding + trailer + copied + received + self.G[i]
 
 
 def wrap(module: nn.Module, world_size: int | None, rank: int = 0, **policy: Any) -> Zero3Layer:

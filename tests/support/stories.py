@@ -20,6 +20,7 @@ from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 
 WIDTHS = (4, 6, 5, 7, 3)  # of four layers with 30, 35, 42 and 24 parameters: a size names its layer
+SLOTS = 2  # of each layer: its weight and its bias
 LETTERS = {"all_gather": "g", "reduce_scatter": "r", "exchange": "x", "scatter": "s", "broadcast": "b", "all_reduce": "a"}
 
 
@@ -74,7 +75,7 @@ class Teller:
     """One rank's model, and its story since it was last told."""
 
     communicator: ThreadCommunicator
-    names: dict[tuple[int, torch.dtype], str] = field(default_factory=dict)
+    names: dict[tuple[str, int, torch.dtype], str] = field(default_factory=dict)
 
     def blocks(self, reentrant: bool | None = None, frozen: tuple[int, ...] = ()) -> list[Block]:
         torch.manual_seed(0)
@@ -87,7 +88,10 @@ class Teller:
         layer = Zero3Layer(module, process_group=self.communicator, policy=policy)
         for chunk in layer._state.chunks:
             kind = "" if len(layer._state.chunks) == 1 else "t" if chunk.shard.requires_grad else "f"
-            self.names[chunk.layout.padded_numel, chunk.shard.dtype] = f"{name}{kind}"
+            layout = chunk.layout
+            trailers = layout.world_size * len(layout.slots)  # what a reduction has behind each slice
+            for letter, numel in (("g", layout.padded_numel), ("r", layout.padded_numel + trailers)):
+                self.names[letter, numel, chunk.shard.dtype] = f"{name}{kind}"
         return layer
 
     def sequential(self, blocks: list[Block], **policy: Any) -> Zero3Sequential:
@@ -95,9 +99,12 @@ class Teller:
 
     def story(self) -> str:
         log: list[Any] = self.communicator.log
-        words = [entry if isinstance(entry, str) else LETTERS[entry.kind] + self.names.get((entry.numel, entry.dtype), "") for entry in log]
-        log.clear()
-        return " ".join(words)
+        log, self.communicator.log[:] = list(log), []
+        return " ".join(entry if isinstance(entry, str) else self._word(entry) for entry in log)
+
+    def _word(self, entry: Collective) -> str:
+        letter = LETTERS[entry.kind]
+        return letter + self.names.get((letter, entry.numel, entry.dtype), "")
 
     def step(self, model: nn.Module, *, input_needs_grad: bool = False) -> str:
         output = model(torch.randn(2, 4, requires_grad=input_needs_grad))

@@ -12,7 +12,9 @@ from ..comm.errors import Subject
 from ..core.account import Account
 from ..core.chunk import Chunk, Here, Placement, Plain, Wire
 from ..core.flow import Add, Among, Average, Flow, ReduceScatter, Stage
+from ..core.gradient_buffer import GradientBuffer
 from ..core.layer_gradients import LayerGradients
+from ..core.layout import ALIGNMENT_NUMEL, GradientLayout
 from ..core.sites import Face, Views
 from ..policy import (
     ShardingPolicy,
@@ -81,8 +83,10 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
     early = mean and kind is None and sums == torch.float16
     first = 1 << (communicator.world_size.bit_length() - 1) // 2 if early else 1
+    trailer = _trailer(chunk, communicator) if kind is None else 0
+    layout = GradientLayout(chunk.at.layout, trailer)
     stages: list[Stage] = [
-        ReduceScatter(chunk.at.layout.bounds, sums, divides_first=first)
+        ReduceScatter(layout.bounds, sums, divides_first=first)
         if kind is None
         else CodedReduceScatter(kind, chunk, communicator, subject)
     ]
@@ -97,4 +101,19 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     flow = Flow(*stages, at_once=place is not None and place.at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
-    return Account(chunk, flow, (sums, added), among, saves=policy.transactional)
+    buffer = GradientBuffer(layout, sums, chunk.device)
+    return Account(chunk, flow, buffer, added, among, saves=policy.transactional)
+
+
+def _trailer(chunk: Chunk, communicator: Communicator) -> int:
+    """The elements behind each slice: one for each slot. On an accelerator slices begin where
+    vectorised kernels need it. A part of the values is computed with for all ranks, and counts as
+    reached.
+    """
+    if communicator.world_size == 1 or chunk.in_part:
+        return 0
+    slots, on_host = (
+        len(chunk.layout.slots),
+        chunk.device.type == "cpu" or communicator.takes_pieces,
+    )
+    return slots if on_host else -(-slots // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL

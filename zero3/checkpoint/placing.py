@@ -60,8 +60,15 @@ class Placing:
                 hook(member)
 
     def allocate(self, held: Held, named: dict[str, NamedState]) -> None:
-        """Makes tensors for the state of one parameter. `named`: the state of the names in it."""
-        parameter, first = held.parameter, next(iter(named.values()))
+        """Makes tensors for the state of one parameter. `named`: the state of the names in it. One
+        that no gradient had reached has none: it gets what the optimizer begins with.
+        """
+        parameter, first = held.parameter, next(each for each in named.values() if each.keys)
+        begun = {name for name, each in named.items() if each.keys}
+        owner, group = self.optimizer.owners[held.group], self.optimizer.param_groups[held.group]
+        fresh: dict[str, Any] = {}
+        if len(begun) < len(named):
+            fresh = fresh_state(owner, group, torch.empty(1, dtype=parameter.dtype, device=_CPU))
         device, numbers = parameter.device, first.scalars
         state = {key: decode_scalar(value, device) for key, value in numbers.items()}
         covered = sum(span.numel for span in held.spans) == parameter.numel()
@@ -70,8 +77,11 @@ class Placing:
             if not covered:
                 state[key].zero_()  # padding is zero
             flat = state[key].view(-1)  # a view of the state: that itself is a view of nothing
-            filled = [span for span in held.spans if span.numel]
-            self.targets += [Target(span.name, key, span.start, span.of(flat)) for span in filled]
+            for span in (span for span in held.spans if span.numel):
+                if span.name in begun:
+                    self.targets.append(Target(span.name, key, span.start, span.of(flat)))
+                else:
+                    span.of(flat).copy_(fresh.get(key, torch.zeros(())))
         for key, (dtype, shape) in first.whole.items():
             state[key] = torch.empty(shape, dtype=dtype_named(dtype), device=device)
             self.targets.append(Target(held.filled[0].name, key, None, state[key]))
@@ -231,7 +241,7 @@ def _problems_of_kinds(own: OptimizerContents, source: OptimizerContents) -> lis
 def _problems_of_slices(held: Held, named: dict[str, NamedState], contents: Contents) -> list[str]:
     """Compares the states of all names in one parameter, which has one step, one set of moments."""
     problems = []
-    (first, expected), *others = named.items()
+    (first, expected), *others = [pair for pair in named.items() if pair[1].keys]
     for name, state in others:
         if state.scalars != expected.scalars or state.elements != expected.elements:
             both = (str({**each.scalars, **each.elements}) for each in (expected, state))

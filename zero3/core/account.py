@@ -30,6 +30,7 @@ from .gradient_types import (
     note_tokens,
     scale_gradient,
 )
+from .reached import Reached, Unreached, reached_by
 from .ticket import Ticket
 
 __all__: list[str] = []
@@ -48,13 +49,14 @@ class _Savepoint:
     total: Tensor | None = None  # the argument of `note_tokens`, noted at the commit
     merged: bool = False  # whether `buffer` has been added to the account's own sum
     # what has landed since, for the commit
-    staged: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    staged: list[tuple[Tensor, Tensor | None, Reached | None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Guard:
     """What a `step_guard` needs of an account."""
 
+    always: bool  # whether the account saves without a guard, too
     # what stands for the parts' gradients until the commit
     placed: tuple[tuple[Part, Tensor], ...] | None = None
     disturbed: bool = False
@@ -78,22 +80,23 @@ class Account:
         self,
         chunk: Chunk,
         flow: Flow,
-        dtypes: tuple[torch.dtype, torch.dtype],
+        buffer: GradientBuffer,
+        added_as: torch.dtype,
         among: Among,
         *,
         saves: bool,
     ) -> None:
-        """`dtypes`: of sums within a backward, and of those over several backwards. `among`: the
-        layer's. `saves`: in each backward. (Otherwise inside of a `step_guard` alone.)
+        """`buffer`: an empty one. `added_as`: the dtype of sums over several backwards. `among`:
+        the layer's. `saves`: in each backward. (Otherwise inside of a `step_guard` alone.)
         """
         self.chunk = chunk
         self.pending = False  # whether this backward has added gradients that are not backed up yet
         self.owed = False  # whether an earlier backward has kept gradients that are not reduced yet
-        # 1-D [S], where chunks have replicas: the sum of one replica, not yet summed over all
+        # 1-D [S+n], where chunks have replicas: the sum of one replica, not yet summed over all
         self.partial: Tensor | None = None
-        dtype, self.added_as = dtypes
+        self.unreached = Unreached(len(chunk.layout.slots))
         self._flow, self.among = flow, among
-        self._buffer = GradientBuffer(chunk.at.layout, dtype, chunk.device)
+        self._buffer, self.added_as = buffer, added_as
         # parts, and the gradients that the last `keep` left with them
         self._kept: list[tuple[Part, Tensor]] = []
         # by id of the part's parameter, if its gradient was ever deferred
@@ -102,8 +105,8 @@ class Account:
         # backward has raised
         self._drops = False
         # saves: whether the first gradient makes a savepoint
-        self._always = self.saves = saves
-        self._guard = _Guard()
+        self.saves = saves
+        self._guard = _Guard(saves)
         self._saved: _Savepoint | None = None
 
     # -- a gradient's way
@@ -121,8 +124,8 @@ class Account:
             self._merge_earlier()
         gradient = self._flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
-        made_in, chunk = self._buffer.made_in, self.chunk
-        self._buffer, self._kept = GradientBuffer(chunk.at.layout, made_in, chunk.device), []
+        layout, made_in = self._buffer.layout, self._buffer.made_in
+        self._buffer, self._kept = GradientBuffer(layout, made_in, self.chunk.device), []
         self.pending = self.owed = False
         return gradient
 
@@ -141,19 +144,35 @@ class Account:
         earlier, self.partial = self.partial, summed
         return earlier
 
-    def land(self, landed: Tensor, exact: Tensor | None) -> None:
-        """A gradient `[S]` has come to the end of its way. `exact`: in a wider dtype."""
+    def land(self, landed: Tensor, exact: Tensor | None, reached: Reached | None) -> None:
+        """A gradient `[S]` has come to the end of its way. `exact`: in a wider dtype. `reached`:
+        the slots that it is of, None for all.
+        """
         if self.saves:
-            self._save().staged.append((landed, exact))
+            self._save().staged.append((landed, exact, reached))
         else:
-            self._accumulate(landed, exact)
+            self._accumulate(landed, exact, reached)
 
-    def _accumulate(self, landed: Tensor, exact: Tensor | None) -> None:
+    def _accumulate(self, landed: Tensor, exact: Tensor | None, reached: Reached | None) -> None:
+        if reached is not None or self.unreached.slots:
+            self.unreached.land(reached)
         for part in self.chunk.parts:
             if part.parameter.requires_grad and not self._drops:
                 gradient = self._typed(part.of(landed), part)
                 wider = None if exact is None else part.of(exact)
-                accumulate(part.parameter, gradient, wider)
+                ours = None if reached is None else reached.of(part.slots)
+                accumulate(part.parameter, gradient, wider, ours)
+
+    def settle(self) -> None:
+        """Nothing is on its way. A part of which no rank's gradients have reached a slot has none,
+        as a parameter of plain torch.
+        """
+        gradients = [part.parameter.grad for part in self.chunk.parts]
+        self.unreached.settle([each for each in gradients if each is not None])
+        for part in self.chunk.parts:
+            reached = reached_by(part.parameter.grad)
+            if reached is not None and reached.nothing:
+                part.parameter.grad = None
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
         """`gradient` in the type that the gradient of `part` has. See `gradient_types`."""
@@ -241,7 +260,8 @@ class Account:
             self._save()
         if self.partial is not None:
             # another tensor: a savepoint may go back to this one
-            self.partial = self.partial * factor
+            self.partial = self.partial.clone()
+            self.partial[: self.chunk.shard.numel()].mul_(factor)  # and not the trailer
         if self._saved is not None:
             before = self._saved.factor
             self._saved.factor = factor if before is None else before * factor
@@ -336,7 +356,7 @@ class Account:
 
     def guard(self, *, on: bool) -> None:
         """A `step_guard` begins, or is over. For between backwards."""
-        self.saves = self._always or on
+        self.saves = self._guard.always or on
 
     def end_backward(self, layer: DefersReductions) -> None:
         """A backward has ended without an error: for one that saves."""
@@ -388,8 +408,8 @@ class Account:
             self._buffer = saved.buffer if self._buffer.empty else self._buffer
         if saved.factor is not None:
             self._scale(saved.factor, None if saved.merged else saved.buffer)
-        for landed, exact in saved.staged:
-            self._accumulate(landed, exact)
+        for each in saved.staged:
+            self._accumulate(*each)
         for part in self.chunk.parts if not self.owed else ():
             # no backward has reached this chunk
             if isinstance(part.parameter.grad, DeferredGradient):

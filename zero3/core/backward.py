@@ -357,6 +357,9 @@ class Backward:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
         self._settle()
+        for account in accounts_of(self._stack.layers):
+            if account.unreached.landed is not None:
+                account.settle()
         # the reduction adds no new gradients, so the number of tokens stays the same
         for account, total in tokens:
             if total is not None:

@@ -332,6 +332,8 @@ class Part(NamedTuple):
     start: int
     stop: int
     whole: bool = False  # whether it is one of the model's parameters, in its own shape
+    # the numbers of its slots, also of those of which other ranks have all elements
+    slots: frozenset[int] = frozenset()
 
     def of(self, flat: Tensor) -> Tensor:
         """The part's elements of `flat` `[S]`, in the part's shape."""
@@ -362,7 +364,7 @@ class Chunk:
         self.compute_dtype, self.device = computes
         self.store, self.wire, self.face = store, wire, face
         # the optimizer's parameters: the shard itself, or parts of it
-        self.parts = [Part(shard, 0, shard.numel())]
+        self.parts = [self.undivided]
         # whether any chunk of the model is cut into parts; then ranks may hold different numbers of
         # parts
         self.divided = False
@@ -388,6 +390,12 @@ class Chunk:
         self._shows_values = False
         if self.resident:
             self._see()
+
+    @property
+    def undivided(self) -> Part:
+        """The only part of a chunk that is none."""
+        every = frozenset(range(len(self.layout.slots)))
+        return Part(self.shard, 0, self.shard.numel(), slots=every)
 
     @property
     def views(self) -> Sequence[Tensor]:

@@ -5,6 +5,9 @@
     far from here     ReduceScatter | Average  Home | Add
 
 What stands behind a bar follows a transfer, in its lane. A transfer and what follows it are a leg.
+
+Behind a slice `[S]` travels a trailer `[n]`, which no stage knows until `Average`: for each slot,
+how many gradients have reached it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from ..comm.errors import NamingFailures
 from ..comm.streams import Done, Lane, Lanes, Pending, Then
 from .chunk import Chunk
 from .gradient_buffer import GradientBuffer
+from .reached import Reached
 from .ticket import Ticket
 
 __all__: list[str] = []
@@ -52,7 +56,7 @@ class LandsGradients(Protocol):
 
     def exchange_partial(self, summed: Tensor | None) -> Tensor | None: ...
 
-    def land(self, landed: Tensor, exact: Tensor | None) -> None: ...
+    def land(self, landed: Tensor, exact: Tensor | None, reached: Reached | None) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +67,14 @@ class Travelling:
     communicator: Communicator  # over which it is reduced
     # what is sent to each rank, as it lies in autograd's gradients; otherwise it is in `full`
     pieces: list[list[Tensor]] | None = None
-    full: Tensor | None = None  # 1-D [W*S]
+    full: Tensor | None = None  # 1-D [W*(S+n)]
+    # the slots that it has reached; None: all of them, on this rank already
+    reached: Reached | None = None
     divided: bool = False  # whether `full` was divided for the mean already
-    # 1-D [S], takes the sum over ranks; where there is one shard it is `full`
+    # 1-D [S+n], takes the sum over ranks; where there is one shard it is `full`
     summed: Tensor = field(init=False)
-    landed: Tensor = field(init=False)  # 1-D [S], takes the mean in the chunk's gradient's dtype
+    # 1-D [S+n], takes the mean in the chunk's gradient's dtype; it lands as [S]
+    landed: Tensor = field(init=False)
     exact: Tensor | None = None  # the sum, if it is wider than what lands
     work: Any = None  # what else a stage needs until compute has waited for the sum
     ends_early: bool = False  # whether it ends with the first leg
@@ -130,7 +137,7 @@ class Flow:
         mover = self._legs[number][0]
         start: Callable[[], Any] = partial(mover, gradient)  # a mover's result is no None
         behind = partial(self._behind, number, gradient)
-        ticket, held = gradient.ticket(), (gradient.summed, gradient.landed)
+        ticket, held = gradient.ticket(), (gradient.summed, gradient.landed, gradient.reached)
         if mover.lane == "backup":
             ticket.go(gradient.lanes.backup, start, behind, (*held, gradient.full, gradient.work))
             # this leg alone holds them
@@ -164,10 +171,11 @@ class ReduceScatter:
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         take_gradients(gradient, buffer, self._dtype, self._divides_first)
         chunk, full = gradient.account.chunk, gradient.full
+        numel = chunk.shard.numel() + buffer.layout.trailer
         gradient.summed = (
             full
             if full is not None and chunk.at.layout.world_size == 1
-            else torch.empty(chunk.shard.shape, dtype=self._dtype, device=chunk.device)
+            else torch.empty(numel, dtype=self._dtype, device=chunk.device)
         )
 
     def __call__(self, gradient: Travelling) -> Pending:
@@ -188,6 +196,11 @@ def take_gradients(
     """Takes this rank's gradients out, zeros for slots without one. Micro-batches may have been
     added up in a wider dtype than that in which they are sent.
     """
+    slots, chunk = len(buffer.layout.of.slots), gradient.account.chunk
+    if len(buffer.written) + len(buffer.came) < slots and not chunk.in_part:
+        alone = gradient.communicator.world_size == 1
+        told = [] if alone else [torch.empty(slots, dtype=torch.bool, device=chunk.device)]
+        gradient.reached = Reached([*buffer.written, *buffer.came], told)
     takes_pieces = gradient.communicator.takes_pieces and divides_first == 1
     gradient.pieces = buffer.pieces() if takes_pieces else None
     full = buffer.complete() if gradient.pieces is None else None
@@ -225,6 +238,13 @@ class Average:
             landed.copy_(summed)
         if not narrows and divisor != 1:
             landed.div_(divisor)
+        numel = gradient.account.chunk.shard.numel()
+        if numel < landed.numel():
+            if gradient.reached is not None:
+                gradient.reached.listen(landed[numel:])
+            exact = gradient.exact
+            gradient.landed = landed[:numel]
+            gradient.exact = None if exact is None else exact[:numel]
 
 
 class Add:
@@ -237,4 +257,4 @@ class Add:
         return None
 
     def __call__(self, gradient: Travelling) -> None:
-        gradient.account.land(gradient.landed, gradient.exact)
+        gradient.account.land(gradient.landed, gradient.exact, gradient.reached)

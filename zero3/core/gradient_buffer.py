@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..comm.streams import on_device
 from .autograd import copy_together
-from .layout import ChunkLayout
+from .layout import GradientLayout
 
 __all__: list[str] = []
 
@@ -25,39 +26,41 @@ class GradientBuffer:
     is needed earlier only for a slot's second gradient, because sums are made in the buffer's
     dtype. `keep` gives later sums another dtype. The buffer takes that dtype when such a sum comes,
     so gradients of a single backward never take more memory.
+
+    Behind each rank's slice it has a trailer, which says for each slot whether a gradient came.
     """
 
-    __slots__ = ("_came", "_device", "_dtype", "_layout", "_written", "full", "made_in")
+    __slots__ = ("_device", "_dtype", "came", "full", "layout", "made_in", "written")
 
-    def __init__(self, layout: ChunkLayout, dtype: torch.dtype, device: torch.device) -> None:
-        self._layout = layout
+    def __init__(self, layout: GradientLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
         self.made_in = self._dtype = dtype
         self._device = device
-        self._came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
-        self._written: set[int] = set()  # slots that are in the buffer
-        self.full: Tensor | None = None  # 1-D [W*S]
+        self.came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
+        self.written: set[int] = set()  # slots that are in the buffer
+        self.full: Tensor | None = None  # 1-D [W*(S+n)]
 
     @property
     def empty(self) -> bool:
-        return self.full is None and not self._came
+        return self.full is None and not self.came
 
     @property
     def held(self) -> list[Tensor]:
         """All memory of its gradients."""
-        return [*self._came.values(), *([] if self.full is None else [self.full])]
+        return [*self.came.values(), *([] if self.full is None else [self.full])]
 
     def like(self) -> GradientBuffer:
         """An empty one."""
-        return GradientBuffer(self._layout, self.made_in, self._device)
+        return GradientBuffer(self.layout, self.made_in, self._device)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
-        if index in self._came:
+        if index in self.came:
             self.flat()
-        if index in self._written:
+        if index in self.written:
             self._write(self._to_add_to(), index, gradient)
         else:
-            self._came[index] = gradient
+            self.came[index] = gradient
 
     def keep(self, dtype: torch.dtype) -> None:
         """Frees autograd's gradients. From now on sums are made in `dtype`."""
@@ -75,16 +78,15 @@ class GradientBuffer:
         not written.
         """
         if self.full is None:
-            self.full = torch.empty(
-                self._layout.padded_numel, dtype=self._dtype, device=self._device
-            )
+            self.full = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
         places, values = [], []
-        while self._came:
-            index, gradient = self._came.popitem()
+        while self.came:
+            index, gradient = self.came.popitem()
+            spots = self.layout.spots[index]
             small = gradient.numel() <= SMALL and gradient.layout == torch.strided
-            if small and index not in self._written:
-                self._written.add(index)
-                places.append(self._slot(self.full, index))
+            if small and len(spots) == 1 and index not in self.written:
+                self.written.add(index)
+                places.append(self.full.as_strided(*spots[0].strided))
                 values.append(gradient)
             else:
                 self._write(self.full, index, gradient)
@@ -99,20 +101,29 @@ class GradientBuffer:
         return full
 
     def pieces(self) -> list[list[Tensor]] | None:
-        """For each rank the 1-D pieces of its slice `[S]`, as views of autograd's gradients.
+        """For each rank the 1-D pieces of its slice `[S]`, as views of autograd's gradients, and
+        the trailer.
 
         None if a buffer exists or is needed.
         """
-        if self.full is not None or not all(map(self._fits, self._came.values())):
+        if self.full is not None or not all(map(self._fits, self.came.values())):
             return None
-        flat = {index: gradient.reshape(-1) for index, gradient in self._came.items()}
+        flat = {index: gradient.reshape(-1) for index, gradient in self.came.items()}
+        n = self.layout.trailer
+        trailer = [self.trailer(n, self._dtype)] if n else []
         return [
             [
                 flat[index][start:stop] if index in flat else self._zeros(stop - start)
                 for index, start, stop in cuts
             ]
-            for cuts in self._layout.cuts
+            + trailer
+            for cuts in self.layout.of.cuts
         ]
+
+    def trailer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """1 for each slot that a gradient came for, else 0, `[numel]`."""
+        known = [slot in self.came or slot in self.written for slot in range(numel)]
+        return on_device(torch.tensor(known, dtype=dtype), self._device)
 
     def _fits(self, gradient: Tensor) -> bool:
         # then the bytes in memory are not the values
@@ -128,34 +139,42 @@ class GradientBuffer:
         return torch.zeros(numel, dtype=self._dtype, device=self._device)
 
     def complete(self) -> Tensor:
-        """The buffer `[W*S]`, with zeros for slots without a gradient. From now on the buffer is
-        the caller's.
+        """The buffer `[W*(S+n)]`, with zeros for slots without a gradient. From now on the buffer
+        is the caller's.
         """
-        full = self.flat()
-        for index in range(len(self._layout.slots)):
-            if index not in self._written:
-                self._slot(full, index).zero_()
-        if self._layout.numel < self._layout.padded_numel:
-            full[self._layout.numel :].zero_()
+        full, spots = self.flat(), self.layout.spots
+        missing = len(spots) - 1 - len(self.written)
+        if missing or spots[-1][0].stop:  # padding
+            for index in range(len(spots)):
+                for spot in spots[index] if index not in self.written else ():
+                    full.as_strided(*spot.strided).zero_()
+        n = self.layout.trailer
+        for spot in self.layout.trailers if n else ():
+            trailer = full.as_strided(*spot.strided)
+            trailer.copy_(self.trailer(n, full.dtype)) if missing else trailer.fill_(1)
         return full
 
     def merge(self, other: GradientBuffer, factor: Tensor | None) -> None:
         """Adds the sums of `other`, which were kept, multiplied by the 0-dim `factor`."""
         self._dtype = other._dtype
         full, others = self._to_add_to(), other.flat()
-        for index in other._written:
-            found = self._slot(others, index)
-            self._write(full, index, found if factor is None else found.to(full.dtype) * factor)
+        for index in other.written:
+            for spot in self.layout.spots[index]:
+                found = others.as_strided(*spot.strided)
+                found = found if factor is None else found.to(full.dtype) * factor
+                self._add(full.as_strided(*spot.strided), index, found)
+            self.written.add(index)
 
     def _write(self, full: Tensor, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        slot = self._slot(full, index)
-        if index in self._written:
-            slot.add_(gradient)
-        else:
-            self._written.add(index)
-            slot.copy_(gradient)
+        spots = self.layout.spots[index]
+        for spot in spots:
+            part = gradient
+            if len(spots) > 1:
+                part = gradient.reshape(-1)[spot.start : spot.stop].view(spot.strided[0])
+            self._add(full.as_strided(*spot.strided), index, part)
+        self.written.add(index)
 
-    def _slot(self, full: Tensor, index: int) -> Tensor:
-        return full.as_strided(*self._layout.slots[index].strided)
+    def _add(self, place: Tensor, index: int, gradient: Tensor) -> None:
+        place.add_(gradient) if index in self.written else place.copy_(gradient)

@@ -227,6 +227,8 @@ class LayerGradients:
         for account in self.accounts.values():
             if account.saves:
                 account.end_backward(self)
+            if account.unreached.landed is not None:
+                account.settle()
         for each in self.ignored:
             each.end_backward()
 

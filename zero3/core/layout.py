@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 __all__: list[str] = []
 
@@ -173,6 +174,84 @@ class ChunkLayout:
             if start < stop:
                 found.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
         return tuple(found)
+
+
+class Spot(NamedTuple):
+    """Where elements `[start, stop)` of a slot lie. `strided`: the arguments of `as_strided`."""
+
+    start: int
+    stop: int
+    strided: tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class GradientLayout:
+    """The full buffer as it travels to be reduced: each rank's slice, and `trailer` elements behind
+    it.
+
+    |-------- S --------|-n-|-------- S --------|-n-|-------- S --------|-n-|
+    """
+
+    of: ChunkLayout
+    trailer: int
+
+    @cached_property
+    def numel(self) -> int:
+        return self.of.padded_numel + self.of.world_size * self.trailer
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...] | None:
+        """As `ChunkLayout.bounds`."""
+        bounds = self.of.bounds
+        return bounds and tuple(at + rank * self.trailer for rank, at in enumerate(bounds))
+
+    @cached_property
+    def spots(self) -> tuple[tuple[Spot, ...], ...]:
+        """Where each slot lies. One that is cut has a place before the first cut, one behind the
+        last, and one for all slices between (one for each, if these have different lengths). What
+        stands behind the last slot is padding.
+        """
+        layout, end = self.of, self.of.padded_numel
+        padding = Slot("", (end - layout.numel,), layout.numel)
+        return tuple(tuple(self._spots(slot)) for slot in (*layout.slots, padding))
+
+    def _spots(self, slot: Slot) -> Iterator[Spot]:
+        ranks: Sequence[int] = range(self.of.world_size)
+        if self.of.bounds is None and slot.numel:
+            length = self.of.shard_numel
+            ranks = range(slot.offset // length, -(-slot.stop // length))
+        overlaps = {rank: self._overlap(slot, rank) for rank in ranks}
+        ranks = [rank for rank, (start, stop) in overlaps.items() if start < stop]
+        if len(ranks) < 2 or not self.trailer:
+            offset = slot.offset + (ranks[0] * self.trailer if ranks else 0)
+            yield Spot(0, slot.numel, (slot.shape, slot.stride, offset))
+            return
+        equal = self.of.bounds is None and len(ranks) > 2
+        for rank in (ranks[0], ranks[1], ranks[-1]) if equal else ranks:
+            start, stop = overlaps[rank]
+            offset = slot.offset + start + rank * self.trailer
+            size: tuple[int, ...] = (stop - start,)
+            stride: tuple[int, ...] = (1,)
+            if equal and rank == ranks[1]:
+                length, rows = self.of.shard_numel, len(ranks) - 2
+                size, stride = (rows, length), (length + self.trailer, 1)
+                stop = start + rows * length
+            yield Spot(start, stop, (size, stride, offset))
+
+    def _overlap(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """The slot's elements in a rank's slice, if there are any."""
+        low, high = self.of.chunk_range(rank)
+        return max(low, slot.offset) - slot.offset, min(high, slot.stop) - slot.offset
+
+    @cached_property
+    def trailers(self) -> tuple[Spot, ...]:
+        """Where the trailers lie, in one place if slices are equal."""
+        layout, n = self.of, self.trailer
+        ends = [layout.chunk_range(rank)[1] + rank * n for rank in range(layout.world_size)]
+        if layout.bounds is None:
+            stride = (layout.shard_numel + n, 1)
+            return (Spot(0, n, ((layout.world_size, n), stride, ends[0])),)
+        return tuple(Spot(0, n, ((n,), (1,), end)) for end in ends)
 
 
 def megabytes(nbytes: int) -> str:

@@ -1,6 +1,8 @@
-"""The first step of an optimizer shows whether it trains what its maker believes. What looks wrong
-is a warning from rank 0. There is no collective here. Later steps are looked at only while somebody
-listens.
+"""The process's one hook on optimizers' steps. The first step of each shows whether it trains what
+its maker believes: what looks wrong is a warning from rank 0. Each step leaves alone what no
+gradient has reached, and passes the conductors of its layers while somebody listens.
+
+There is no collective here, but for stage 1, where the first look at a gradient reduces all.
 """
 
 from __future__ import annotations
@@ -8,21 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.communicator import is_first
 from ..core.collectives import Use
+from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
-from .marks import ignored_by, state_of
+from ..policy import shards_gradients
+from .marks import Owner, ignored_by, state_of
+from .unreached import LeftAlone, spans_unreached
 
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
 _LOW = (torch.bfloat16, torch.float16)
-_SHOWN = 4  # names in a warning
+_SHOWN, _SHOWN_AT_MOST = 4, 40  # names in a warning
 
 
 class Steps:
@@ -32,7 +37,8 @@ class Steps:
     """
 
     def __init__(self) -> None:
-        self._known: WeakSet[Optimizer] = WeakSet()
+        self._known: WeakKeyDictionary[Optimizer, _Watched] = WeakKeyDictionary()
+        self._warned: WeakSet[object] = WeakSet()  # the backwards of models
         self._listeners: list[object] = []
 
     def listen(self, listener: object) -> None:
@@ -41,18 +47,26 @@ class Steps:
     def forget(self, listener: object) -> None:
         self._listeners.remove(listener)
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for state in _layers_of(optimizer, ignored_by) if self._listeners else ():
             state.conductor.conduct(Use(state, "an optimizer's step"))
-        # zero3's own have others in them, which are looked at themselves
-        if optimizer in self._known or type(optimizer).__module__.startswith("zero3."):
-            return
-        self._known.add(optimizer)
-        states = _layers_of(optimizer)
-        if states and is_first(states[0].communicator):
-            held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-            for text in (*empty_groups(optimizer, states), *_low_masters(optimizer, states, held)):
+        steps = self._known.get(optimizer)
+        if steps is None or steps.groups != len(optimizer.param_groups):
+            # zero3's own have others in them, which are looked at themselves
+            if type(optimizer).__module__.startswith("zero3."):
+                return None
+            first, steps = steps is None, _Watched(optimizer, self._warned)
+            self._known[optimizer] = steps
+            for text in steps.problems(optimizer) if first else ():
                 _log.warning("%s", text)
+        if steps.owners and (len(args) > 1 or kwargs):
+            return steps.begin_in_closure(optimizer, args, kwargs)
+        for owner in steps.owners:
+            state = owner()
+            for account in state.gradients.accounts.values() if state is not None else ():
+                if account.unreached.slots or account.owed:
+                    return steps.begin(optimizer)
+        return None
 
 
 def steps_seen() -> Steps:
@@ -69,6 +83,84 @@ def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[L
     held = [p for group in optimizer.param_groups for p in group["params"]]
     found = (known(p) for p in held for known in (state_of, *others))
     return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
+
+
+class _Watched:
+    """The steps of one optimizer. It does not hold the optimizer, nor a model."""
+
+    def __init__(self, optimizer: Optimizer, warned: WeakSet[object]) -> None:
+        """`warned`: of parameters that no gradient reached: the backwards of models."""
+        self.groups = len(optimizer.param_groups)
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        states = dict.fromkeys(each for p in held if isinstance(each := state_of(p), LayerState))
+        self.owners = [Owner(state) for state in states]
+        self._left, self._warned = LeftAlone(), warned
+        self._ends = False  # whether it hears of the steps' ends
+
+    def _states(self) -> list[LayerState]:
+        return [state for owner in self.owners if (state := owner()) is not None]
+
+    def problems(self, optimizer: Optimizer) -> list[str]:
+        """What rank 0 warns of before the first step."""
+        states = self._states()
+        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if not states or not is_first(states[0].communicator):
+            return []
+        return [*empty_groups(optimizer, states), *_low_masters(optimizer, states, held)]
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """The gradients are there, or will be when somebody asks (stage 1)."""
+        states = self._states()
+        if any(state.gradients.owed() and not shards_gradients(state.policy) for state in states):
+            reduce_deferred(p.grad for group in optimizer.param_groups for p in group["params"])
+        self._warn_of_unreached(states)
+        spans = spans_unreached(states)
+        if not spans or getattr(vars(optimizer).get("step"), "zero3_leaves_alone", False):
+            return
+        if not self._ends:
+            optimizer.register_step_post_hook(lambda stepped, *_: self._left.put_back(stepped))
+            self._ends = True
+        self._left.put_aside(optimizer, spans)
+
+    def _warn_of_unreached(self, states: list[LayerState]) -> None:
+        backward = states[0].gradients.backward()
+        if backward in self._warned or not is_first(states[0].communicator):
+            return
+        if names := list(_unreached(states)):
+            self._warned.add(backward)
+            names[_SHOWN_AT_MOST:] = ["..."] * (len(names) > _SHOWN_AT_MOST)
+            _log.warning(
+                "no gradient reached these parameters before the optimizer's step, on any rank: %s."
+                " They stay as they are, as in plain torch. (One that is reached in some steps only"
+                " and shares a chunk with others shares the count of steps of an optimizer such as"
+                " AdamW. With align among the options of zero3.param_groups it has its own.)",
+                ", ".join(names),
+            )
+
+    def begin_in_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer's closure may run the backward."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return self.begin(optimizer)
+
+        def looked_at() -> Any:
+            self._left.put_back(optimizer)
+            loss = closure()
+            self.begin(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": looked_at}
+        return (args[0], looked_at, *args[2:]), kwargs
+
+
+def _unreached(states: list[LayerState]) -> Iterator[str]:
+    for state in states:
+        for sharded in state.parameters:
+            chunk, name = sharded.chunk, sharded.sites.name
+            trains = chunk.shard.requires_grad and name not in chunk.left_out
+            if trains and sharded.index in state.gradients.accounts[chunk].unreached.slots:
+                yield f"{state.label}.{name}"
 
 
 def empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str]:

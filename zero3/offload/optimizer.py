@@ -130,6 +130,7 @@ class _StepByTurns:
     """A bound method in place of `optimizer.step`, which does not hold the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, turns: Turns, in_backward: bool) -> None:
+        self.zero3_leaves_alone = True  # what no gradient has reached: see `guards/first_step.py`
         own = step_of(type(optimizer))
         hooks = InBackward(optimizer, turns, own) if in_backward else None
 

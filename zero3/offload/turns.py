@@ -15,6 +15,7 @@ from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
 from ..guards.marks import StateMemory, state_of
+from ..guards.unreached import left_alone
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from ..stores.resting import resting_place
@@ -198,9 +199,10 @@ class Turns:
         fresh = [parameter for parameter in turn.all() if not optimizer.state.get(parameter)]
         # clipping may have left its multiplication for now
         touch(parameter.grad for parameter in turn.all())
-        if turn.files is not None and fresh:
-            with ZerosInFiles(fresh, turn.files):
+        with left_alone(optimizer, {s for p in turn.all() if (s := state_of(p)) is not None}):
+            if turn.files is not None and fresh:
+                with ZerosInFiles(fresh, turn.files):
+                    step()
+            else:
                 step()
-        else:
-            step()
         self._take_in(optimizer, turn)

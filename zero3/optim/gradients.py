@@ -42,8 +42,8 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Name to a 1-D tensor, in the model's order. It is empty if other ranks hold the parameter. A
         tied parameter stands once, under its first name. Frozen parameters are left out, those that
-        `param_groups` left out or the policy's `ignored` leaves alone, and those without a
-        gradient, as all are after `zero_grad()`.
+        `param_groups` left out or the policy's `ignored` leaves alone, and those that no rank's
+        gradient has reached since gradients were zeroed, as all are after `zero_grad()`.
 
     Raises:
         ValueError: Nothing in `model` is sharded.
@@ -63,7 +63,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
         gradient = _own_slice(sharded)
         if gradient is not None:
             found[name] = gradient
-        elif _lies_elsewhere(sharded) and _has_gradients(state):
+        elif _lies_elsewhere(sharded) and _has_gradient_elsewhere(state, sharded):
             found[name] = sharded.chunk.shard.data.new_empty(
                 0, dtype=sharded.chunk.shard.grad_dtype
             )
@@ -155,7 +155,7 @@ def _own_slice(sharded: ShardedParameter) -> Tensor | None:
 def _is_present(state: LayerState, sharded: ShardedParameter) -> bool:
     """Whether this rank knows of a gradient. An empty parameter lies on no rank."""
     empty = not sharded.sites.parameter.numel()
-    return _has_gradients(state) if empty else _own_slice(sharded) is not None
+    return _has_gradient_elsewhere(state, sharded) if empty else _own_slice(sharded) is not None
 
 
 def _lies_elsewhere(sharded: ShardedParameter) -> bool:
@@ -163,12 +163,16 @@ def _lies_elsewhere(sharded: ShardedParameter) -> bool:
     return all(piece.slot != slot for piece in sharded.chunk.pieces)
 
 
-def _has_gradients(state: LayerState) -> bool:
-    """Whether a backward has been here, as far as this rank can tell: it may have nothing that
+def _has_gradient_elsewhere(state: LayerState, sharded: ShardedParameter) -> bool:
+    """Whether a backward has reached it, as far as this rank can tell: it may have nothing that
     trains.
     """
-    trained = state.trainable()
-    return not trained or any(parameter.grad is not None for parameter in trained)
+    unreached = state.gradients.accounts[sharded.chunk].unreached.slots
+    trained, backward = state.trainable(), state.gradients.backward()
+    if unreached and backward is not None:  # by itself, what this rank has of the layer may be none
+        trained = [part for part in parts_of(backward.layers) if part.requires_grad]
+    has_gradients = not trained or any(parameter.grad is not None for parameter in trained)
+    return has_gradients and sharded.index not in unreached
 
 
 @torch.no_grad()

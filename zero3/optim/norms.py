@@ -19,6 +19,7 @@ from ..core.flat import view
 from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.layer_state import LayerState, ignored_of
 from ..core.parameters import ShardedParameter
+from ..core.reached import reached_by
 from ..names import named_tensors
 from .gradients_in_files import Norms
 from .param_groups import named_parameters
@@ -286,13 +287,18 @@ def gradients_to_measure(
 
 
 def slice_of(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
-    """Returns elements of the chunk (`of` is "param") or of its gradient, or None if it has no
-    gradient there.
+    """Returns elements of a slot in the chunk (`of` is "param") or in its gradient, or None if it
+    has no gradient there.
     """
     if of == "param":
         return chunk.shard.data[start:stop]
     for part in chunk.parts:
         if part.start <= start and stop <= part.stop and part.parameter.grad is not None:
+            if (reached := reached_by(part.parameter.grad)) is not None:
+                at = chunk.place.start + start
+                slots = enumerate(chunk.layout.slots)
+                if any(s.offset <= at < s.stop and n not in reached.slots() for n, s in slots):
+                    return None
             return part.parameter.grad.as_subclass(Tensor).reshape(-1)[
                 start - part.start : stop - part.start
             ]

@@ -66,7 +66,7 @@ def renew(state: LayerState, chunk: Chunk) -> None:
     Optimizers of before raise.
     """
     old = chunk.renew()
-    _install(state, chunk, [Part(chunk.shard, 0, chunk.shard.numel())], frozenset())
+    _install(state, chunk, [chunk.undivided], frozenset())
     supersede(old, f"a chunk of layer {state.label}")
 
 
@@ -96,7 +96,7 @@ def divide(
     left_out = frozenset(slot.name for slot, choice in choices.items() if choice.group is None)
     with torch.inference_mode(False):
         if len(kinds) == 1 and (only := kinds.pop()).group is not None and only.merges:
-            parts = [Part(chunk.shard, 0, chunk.shard.numel())]
+            parts = [chunk.undivided]
             numbered = [(only.group, chunk.shard)]
         else:
             parts, numbered = _parts_of(chunk, choices)
@@ -107,29 +107,48 @@ def divide(
 def _parts_of(
     chunk: Chunk, choices: dict[Slot, Choice]
 ) -> tuple[list[Part], list[tuple[int, nn.Parameter]]]:
-    spans: list[tuple[int, int, Choice, tuple[int, ...]]] = []
+    spans: list[tuple[int, int, Slot | None, tuple[int, ...]]] = []
     for piece in chunk.pieces:
         start, stop, choice = piece.place.start, piece.place.stop, choices[piece.slot]
-        if spans and choice.merges and spans[-1][2] == choice:
+        before = spans[-1][2] if spans else None
+        if before is not None and choice.merges and choices[before] == choice:
             start = spans.pop()[0]
         whole = chunk.at.layout.slots[0].shape if chunk.in_part else piece.slot.shape
-        spans.append((start, stop, choice, whole if choice.whole else (stop - start,)))
+        spans.append((start, stop, piece.slot, whole if choice.whole else (stop - start,)))
     # empty parameters: no piece has them, but an optimizer keeps state for them
     if chunk.is_first_holder:
-        spans += [
-            (0, 0, choices[slot], slot.shape) for slot in chunk.layout.slots if not slot.numel
-        ]
+        spans += [(0, 0, slot, slot.shape) for slot in chunk.layout.slots if not slot.numel]
+    together = _together(choices)
     # shares the version counter, so that a step on a part counts as a change of the chunk
     flat = chunk.shard.detach()
     parts, numbered = [], []
-    for start, stop, choice, shape in spans or [(0, 0, Choice(None), (0,))]:
+    for start, stop, slot, shape in spans or [(0, 0, None, (0,))]:
+        choice = Choice(None) if slot is None else choices[slot]
         parameter = nn.Parameter(
             flat[start:stop].view(shape), requires_grad=choice.group is not None
         )
-        parts.append(Part(parameter, start, stop, choice.whole))
+        numbers = frozenset() if slot is None else together[slot]
+        parts.append(Part(parameter, start, stop, choice.whole, numbers))
         if choice.group is not None:
             numbered.append((choice.group, parameter))
     return parts, numbered
+
+
+def _together(choices: dict[Slot, Choice]) -> dict[Slot, frozenset[int]]:
+    """For each slot the numbers of those in the same part: the same on all ranks."""
+    runs: list[dict[Slot, int]] = []
+    before: Choice | None = None
+    found: dict[Slot, frozenset[int]] = {}
+    for number, (slot, choice) in enumerate(choices.items()):
+        if not slot.numel:
+            found[slot] = frozenset([number])
+            continue
+        if choice != before or not choice.merges:
+            runs.append({})
+        runs[-1][slot], before = number, choice
+    for run in runs:
+        found |= dict.fromkeys(run, frozenset(run.values()))
+    return found
 
 
 def _install(state: LayerState, chunk: Chunk, parts: list[Part], left_out: frozenset[str]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..comm.plain_values import kind_of
 from ..comm.streams import random_state_kept
+from ..guards.unreached import LeftAlone
 
 __all__: list[str] = []
 
@@ -349,36 +350,78 @@ def _compare(
 ) -> str | None:
     with trying(problem.start.device):
         try:
-            expected = _trained(build, problem, [reference])
+            expected, at_last = _trained(build, problem, [reference], reference[-1])
         except Exception as error:
             raise CannotProbe(f"{type(error).__name__}: {error}") from error
         try:
-            found = _trained(build, problem, spread)
+            found, found_at_last = _trained(build, problem, spread, reference[-1])
         except Exception as error:
             return f"it raises {type(error).__name__}: {error}"
     moved = (expected - problem.start).abs().max()
     if not torch.isfinite(expected).all() or not moved > 0:
         raise CannotProbe(f"in {problem.steps} steps it moved nothing, or to where numbers end")
     off = ((found - expected).abs().max() / moved).item()
-    return (
-        None
-        if off < TOLERANCE
-        else f"after {problem.steps} steps elements differ by {off:.1%} of the largest change"
-    )
+    if not off < TOLERANCE:
+        return f"after {problem.steps} steps elements differ by {off:.1%} of the largest change"
+    if at_last is None:  # it can't step without a gradient, unsharded neither
+        return None
+    if found_at_last is None or not (found_at_last - at_last).abs().max() / moved < TOLERANCE:
+        return "a step differs in which no gradient reaches one of the parameters"
+    return None
 
 
-def _trained(build: Build, problem: Problem, spread: Sequence[Spans]) -> Tensor:
-    """Returns the elements after some steps, with one optimizer for each of the `spread` spans."""
+def _trained(
+    build: Build, problem: Problem, spread: Sequence[Spans], unreached: tuple[int, int, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the elements after some steps, with one optimizer for each of the `spread` spans, and
+    after one more in which no gradient reaches the elements of `unreached`: None if that raises.
+    """
     result = problem.start.clone()
+    last: Tensor | None = problem.start.clone()
     for spans in spread:
         parameters = [
             nn.Parameter(problem.start[low:high].clone().view(shape)) for low, high, shape in spans
         ]
-        for _ in _steps(build(parameters), parameters, problem, spans):
+        optimizer = build(parameters)
+        for _ in _steps(optimizer, parameters, problem, spans):
             pass
-        for parameter, (low, high, _) in zip(parameters, spans, strict=True):
-            result[low:high] = parameter.detach().reshape(-1)
-    return result
+        _write(result, parameters, spans)
+        try:
+            _step_without(optimizer, parameters, spans, unreached)
+        except Exception:  # of any kind, since the optimizer may be of any library
+            last = None
+        if last is not None:
+            _write(last, parameters, spans)
+    return result, last
+
+
+def _write(result: Tensor, parameters: list[nn.Parameter], spans: Spans) -> None:
+    for parameter, (low, high, _) in zip(parameters, spans, strict=True):
+        result[low:high] = parameter.detach().reshape(-1)
+
+
+def _step_without(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    spans: Spans,
+    unreached: tuple[int, int, Any],
+) -> None:
+    """Makes a step, with the last gradients, as chunks are stepped."""
+    beside: dict[int, list[slice]] = {}
+    for parameter, (low, high, _) in zip(parameters, spans, strict=True):
+        start, stop = max(low, unreached[0]), min(high, unreached[1])
+        if (start, stop) == (low, high):
+            parameter.grad = None
+        elif start < stop and parameter.grad is not None:
+            beside[id(parameter)] = [slice(start - low, stop - low)]
+            parameter.grad[start - low : stop - low] = 0
+    left = LeftAlone()
+    left.put_aside(optimizer, beside)
+    if "closure" in inspect.signature(optimizer.step).parameters:
+        optimizer.step(lambda: 0.0)
+    else:
+        optimizer.step()
+    left.put_back(optimizer)
 
 
 def _steps(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .blocks import decode_blocks, encode_blocks, uniform
 from .formats import Float8, Format, Int8
+from .sections import aligned
 
 __all__: list[str] = []
 
@@ -55,13 +56,13 @@ class Row:
 
     def __init__(self, kind: Format, numel: int) -> None:
         self.nbytes = kind.nbytes((numel,))
-        self._kind, self._numel, self._size = kind, numel, block_size(kind)
+        self._kind, self.numel, self._size = kind, numel, block_size(kind)
 
     def encode(self, pieces: Sequence[Tensor], raw: Tensor, work: Workspace, key: int = 0) -> None:
         """Writes `pieces`, which side by side make the tensor, into the bytes `raw` `[nbytes]`.
         `key`: of the random numbers.
         """
-        start, stored = 0, self._kind.seen(raw, (self._numel,))
+        start, stored = 0, self._kind.seen(raw, (self.numel,))
         for values in _at_once(pieces, work.numel):
             for low, count, size in self._blocks(start, values.numel()):
                 place = slice(low, low + count * size)
@@ -81,9 +82,9 @@ class Row:
         """Writes what the bytes stand for into `out`, of any floating dtype; or adds it to `out`,
         which then is float32.
         """
-        stored = self._kind.seen(raw, (self._numel,))
-        for start in range(0, self._numel, work.numel or 1):
-            for low, count, size in self._blocks(start, min(work.numel, self._numel - start)):
+        stored = self._kind.seen(raw, (self.numel,))
+        for start in range(0, self.numel, work.numel or 1):
+            for low, count, size in self._blocks(start, min(work.numel, self.numel - start)):
                 place = slice(low, low + count * size)
                 blocks = slice(low // self._size, low // self._size + count)
                 codes = stored.codes[place].view(count, size)
@@ -103,12 +104,17 @@ class Row:
 
 
 class Rows:
-    """One row for each rank, side by side in the bytes of a message to all, or from all."""
+    """One row for each rank, side by side in the bytes of a message to all, or from all.
 
-    def __init__(self, kind: Format, lengths: Sequence[int]) -> None:
+    Behind each row there is room for `trailer` bytes.
+    """
+
+    def __init__(self, kind: Format, lengths: Sequence[int], trailer: int = 0) -> None:
         made = {length: Row(kind, length) for length in lengths}
         self._rows = [made[length] for length in lengths]
-        self._starts = tuple(accumulate((row.nbytes for row in self._rows), initial=0))
+        self._trailer = trailer
+        sizes = (row.nbytes + aligned(trailer) for row in self._rows)
+        self._starts = tuple(accumulate(sizes, initial=0))
         self._kind, self._longest = kind, max(lengths)
         self.bounds: Bounds = self._starts if len(made) > 1 else None  # None: all rows are as long
 
@@ -121,7 +127,22 @@ class Rows:
 
     def of(self, raw: Tensor, rank: int) -> Tensor:
         """The bytes of one rank's row among the bytes of all."""
-        return raw[self._starts[rank] : self._starts[rank + 1]]
+        return raw[self._starts[rank] : self._starts[rank] + self._rows[rank].nbytes]
+
+    def trailers(self, raw: Tensor) -> Iterator[Tensor]:
+        """The bytes behind the rows among the bytes of all: `[n]` each, or `[W, n]` if all rows are
+        as long.
+        """
+        n, first = self._trailer, self._rows[0].nbytes
+        if self.bounds is None:
+            yield raw.view(len(self._rows), -1)[:, first : first + n]
+            return
+        for start, row in zip(self._starts, self._rows, strict=False):
+            yield raw[start + row.nbytes : start + row.nbytes + n]
+
+    def sent_to(self, rank: int) -> int:
+        """The bytes of a message to one rank."""
+        return self._starts[rank + 1] - self._starts[rank]
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for the bytes of all rows."""

@@ -32,8 +32,8 @@ from ..quantized.wire import Row, Rows, Workspace
 __all__: list[str] = []
 
 
-def _rows_of(kind: Format, layout: ChunkLayout) -> Rows:
-    return Rows(kind, [layout.chunk_numel(rank) for rank in range(layout.world_size)])
+def _rows_of(kind: Format, layout: ChunkLayout, trailer: int = 0) -> Rows:
+    return Rows(kind, [layout.chunk_numel(rank) for rank in range(layout.world_size)], trailer)
 
 
 class Coded:
@@ -89,7 +89,7 @@ class Coded:
 
 class CodedReduceScatter:
     """In place of `ReduceScatter`: each rank encodes its gradients once, and their owner adds what
-    all have sent, in float32 and in rank order.
+    all have sent, in float32 and in rank order. The trailer is a byte for each slot, as it is.
     """
 
     lane = "backup"
@@ -99,7 +99,8 @@ class CodedReduceScatter:
         self, kind: Format, chunk: Chunk, communicator: Communicator, subject: Subject
     ) -> None:
         layout = chunk.layout
-        self._rows = _rows_of(kind, layout)
+        self._slots = len(layout.slots)
+        self._rows = _rows_of(kind, layout, self._slots)
         self._layout, self._index, self._subject = layout, chunk.index, subject
         self._seed = kind.seed if isinstance(kind, Int8) and kind.stochastic else None
         self._origin = crc32(
@@ -110,9 +111,15 @@ class CodedReduceScatter:
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         take_gradients(gradient, buffer, torch.float32)
         chunk, rows = gradient.account.chunk, self._rows
-        gradient.summed = torch.empty(chunk.shard.shape, dtype=torch.float32, device=chunk.device)
+        numel = chunk.shard.numel() + self._slots
+        gradient.summed = torch.empty(numel, dtype=torch.float32, device=chunk.device)
         sent = rows.empty(chunk.device)
-        received = sent.new_empty(self._layout.world_size * rows[self._index].nbytes)
+        for trailer in rows.trailers(sent):
+            if gradient.reached is None:
+                trailer.fill_(1)
+            else:
+                trailer.copy_(buffer.trailer(self._slots, torch.uint8))
+        received = sent.new_empty(self._layout.world_size * rows.sent_to(self._index))
         gradient.work = sent, received, rows.work(chunk.device)
         self._count += 1
 
@@ -126,7 +133,8 @@ class CodedReduceScatter:
             rows[rank].encode(slices, rows.of(sent, rank), work, self._key(rank))
         gradient.pieces = None  # they are not needed any more
         pending = gradient.communicator.all_to_all(received, sent, rows.bounds)
-        return Then(pending, partial(_sum_up, rows[self._index], received, gradient.summed, work))
+        came = received.view(self._layout.world_size, -1)
+        return Then(pending, partial(_sum_up, rows[self._index], came, gradient.summed, work))
 
     def _key(self, target: int) -> int:
         """For the random numbers of the present reduction's row to rank `target`: 32 bits with a
@@ -140,6 +148,9 @@ class CodedReduceScatter:
 
 @torch.no_grad()
 def _sum_up(row: Row, received: Tensor, total: Tensor, work: Workspace) -> None:
-    """Adds what all ranks have sent, in rank order."""
-    for start in range(0, received.numel(), max(1, row.nbytes)):
-        row.decode(received[start : start + row.nbytes], total, work, add=start > 0)
+    """Adds what all ranks have sent, `[W, bytes]`, in rank order."""
+    for number, raw in enumerate(received):
+        row.decode(raw[: row.nbytes], total[: row.numel], work, add=number > 0)
+    trailer = total[row.numel :]
+    trailers = received[:, row.nbytes : row.nbytes + trailer.numel()]
+    torch.sum(trailers, 0, dtype=total.dtype, out=trailer)

@@ -1,0 +1,64 @@
+"""Slots in a buffer that has a trailer behind each rank's slice: every element of every slot is once in its rank's slice, and in order."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero3.core.gradient_buffer import GradientBuffer
+from zero3.core.layout import ChunkLayout, GradientLayout, side_by_side
+
+shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ChunkLayout:
+    named = [(str(number), shape) for number, shape in enumerate(draw(shapes))]
+    world_size = draw(st.integers(1, 5))
+    equal = ChunkLayout.build(named, world_size)
+    if draw(st.booleans()):
+        return equal
+    cuts = sorted(draw(st.lists(st.integers(0, equal.numel), min_size=world_size - 1, max_size=world_size - 1)))
+    return ChunkLayout(side_by_side(named), world_size, (0, *cuts, equal.numel))
+
+
+@given(layout=layouts(), trailer=st.integers(0, 7), came=st.sets(st.integers(0, 5)), second=st.sets(st.integers(0, 5)))
+def test_a_gradient_buffer_has_each_slice_and_behind_it_which_slots_came(
+    layout: ChunkLayout, trailer: int, came: set[int], second: set[int]
+) -> None:
+    """As many elements behind a slice as `trailer`, whether there are so many slots or not; a second gradient is added."""
+    buffer = GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu"))
+    expected = torch.zeros(layout.padded_numel, dtype=torch.float64)
+    reached = {number for number in came if number < len(layout.slots)}
+    for times, numbers in ((1.0, sorted(reached)), (2.0, sorted(reached & second))):
+        for number in numbers:
+            slot = layout.slots[number]
+            gradient = times * torch.arange(1.0, 1 + slot.numel, dtype=torch.float64) + 100 * number
+            buffer.add(number, gradient.view(slot.shape))
+            expected[slot.offset : slot.stop] += gradient
+    full = buffer.complete()
+    assert full.numel() == layout.padded_numel + layout.world_size * trailer
+    bounds = buffer.layout.bounds
+    for rank in range(layout.world_size):
+        low, high = layout.chunk_range(rank)
+        start = low + rank * trailer
+        assert bounds is None or bounds[rank : rank + 2] == (start, high + (rank + 1) * trailer)
+        assert torch.equal(full[start : start + high - low], expected[low:high])
+        told = full[start + high - low : start + high - low + trailer].bool().tolist()
+        wanted = [number in reached for number in range(trailer)]
+        assert told[: len(layout.slots)] == wanted[: len(layout.slots)]
+
+
+@given(layout=layouts(), came=st.sets(st.integers(0, 5)))
+def test_pieces_of_gradients_are_the_slices_of_the_buffer(layout: ChunkLayout, came: set[int]) -> None:
+    trailer = len(layout.slots)
+    one, other = (GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu")) for _ in range(2))
+    for number in sorted(came):
+        if number < trailer:
+            slot = layout.slots[number]
+            for buffer in (one, other):
+                buffer.add(number, torch.full(slot.shape, 1.0 + number, dtype=torch.float64))
+    pieces = one.pieces()
+    assert pieces is not None
+    assert torch.equal(torch.cat([piece for each in pieces for piece in each]), other.complete())
