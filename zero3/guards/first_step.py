@@ -48,8 +48,8 @@ class Steps:
         self._listeners.remove(listener)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        for state in _layers_of(optimizer, ignored_by) if self._listeners else ():
-            state.conductor.conduct(Use(state, "an optimizer's step"))
+        for layer in _layers_of(optimizer, ignored_by) if self._listeners else ():
+            layer.conductor.conduct(Use(layer, "an optimizer's step"))
         steps = self._known.get(optimizer)
         if steps is None or steps.groups != len(optimizer.param_groups):
             # zero3's own have others in them, which are looked at themselves

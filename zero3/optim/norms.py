@@ -295,7 +295,7 @@ def slice_of(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
     for part in chunk.parts:
         if part.start <= start and stop <= part.stop and part.parameter.grad is not None:
             if (reached := reached_by(part.parameter.grad)) is not None:
-                at = chunk.place.start + start
+                at = chunk.whole.place.start + start
                 slots = enumerate(chunk.layout.slots)
                 if any(s.offset <= at < s.stop and n not in reached.slots() for n, s in slots):
                     return None
