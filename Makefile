@@ -20,8 +20,8 @@ LOW_BIT := $(CURDIR)/$(VENV)/low-bit
 PYTEST := TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest
 
 # Without ARGS tests run in three parts at once: most wait for processes and threads of their own more than they compute.
-FIRST := tests/core tests/device tests/guards tests/pairs
-SECOND := tests/checkpoint tests/comm tests/huggingface tests/offload tests/optim tests/planning tests/quantized tests/resilience
+FIRST := tests/core tests/device tests/guards tests/pairs tests/quantized tests/resilience
+SECOND := tests/checkpoint tests/comm tests/huggingface tests/offload tests/optim tests/planning
 THIRD := $(patsubst %,--ignore %,$(FIRST) $(SECOND))
 pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),parts=$$(mktemp -d); \
 	$(PYTEST) $(1) $(FIRST) > $$parts/first 2>&1 & first=$$!; $(PYTEST) $(1) $(SECOND) > $$parts/second 2>&1 & second=$$!; \

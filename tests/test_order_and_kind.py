@@ -111,6 +111,29 @@ def test_parameters_of_a_layer_that_computes_come_in_the_models_order(what: str)
             assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
+class Sharing(nn.Module):
+    """Has a parameter that another block has too: it is the root's own layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Listing(""), Listing("")])
+        self.blocks[1].p1 = self.blocks[0].p3
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_parameters_of_several_layers_in_one_module_come_in_the_models_order() -> None:
+    plain, model = Sharing(), zero3.shard(Sharing())
+    x = torch.ones(2, dtype=torch.float64)
+    for _ in range(3):
+        assert torch.allclose(model(x), plain(x))
+        with zero3.full_params(model):
+            assert list(model.state_dict()) == list(plain.state_dict())
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_get_trainable_chunk_has_the_order_of_named_parameters(tied: bool, grouped: bool) -> None:

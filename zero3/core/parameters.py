@@ -150,20 +150,17 @@ def remember_order(parameters: Iterable[ParameterSites]) -> None:
 
 
 def shown_out_of_order(parameters: Sequence[ShardedParameter]) -> list[nn.Module]:
-    """The modules that would list their parameters in another order than before wrapping, if these
-    were shown one after another: they come chunk by chunk, behind those that are ignored.
+    """The modules that may list their parameters in another order than before wrapping, when these
+    are shown one after another: chunk by chunk, beside some that are ignored or another layer's.
     """
     shown: dict[nn.Module, list[str]] = {}
     for module, name in (place for each in parameters for place in each.sites.places):
         shown.setdefault(module, []).append(name)
-    found = []
-    for module, names in shown.items():
-        others = [n for n, p in module._parameters.items() if p is not None and n not in names]
-        order = vars(module)[_ORDER]
-        now = [name for name in (*others, *names) if name in order]
-        if now != [name for name in order if name in now]:
-            found.append(module)
-    return found
+    return [
+        module
+        for module, names in shown.items()
+        if names != [n for n in vars(module)[_ORDER] if module._parameters.get(n, n) is not None]
+    ]
 
 
 def restore_order(module: nn.Module) -> None:
