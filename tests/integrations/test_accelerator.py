@@ -244,6 +244,8 @@ def refused(rank: Rank) -> None:
         assert not zero3.is_sharded(model)
         with pytest.raises(ValueError, match=r"LBFGS .* does more than treat each element by itself"):
             accelerator.prepare(other := llama(), torch.optim.LBFGS(other.parameters()))
+        with pytest.raises(ValueError, match=r"LBFGS .* does more than treat each element by itself"):
+            accelerator.prepare(other := llama(), torch.optim.LBFGS(other.model.layers.parameters()))
         model = accelerator.prepare(model)
         with pytest.raises(ValueError, match="takes all of a prepared model"):
             accelerator.clip_grad_norm_(zero3.get_trainable_chunk(model)[:1], 1.0)

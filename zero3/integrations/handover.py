@@ -11,7 +11,7 @@ from torch import nn
 from ..access import get_trainable_chunk
 from ..core.released import ReleasedParameter
 from ..guards.marks import state_of
-from ..optim.check_optimizer import check_optimizer
+from ..optim.check_optimizer import check_exact, check_optimizer
 from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of
 from ..optim.probe import fitting
@@ -125,11 +125,10 @@ def check_chunks(optimizer: torch.optim.Optimizer) -> None:
 
 def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """As `check_optimizer`, if all that the model trains is in these optimizers, or a filter has
-    left a group of theirs empty.
+    left a group of theirs empty. Otherwise they are checked for what they hold.
 
     Raises:
-        ValueError: They would train the model in another way than the unsharded one, or not all of
-            it.
+        ValueError: They would train it in another way than the unsharded model's.
     """
     chunks = {id(chunk) for chunk in get_trainable_chunk(model)}
     held = {id(optimizer): set(map(id, held_by(optimizer))) for optimizer in optimizers}
@@ -144,6 +143,8 @@ def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             *(each for each in optimizers if each in empty or held[id(each)] & chunks),
             strict=False,
         )
+    else:
+        check_exact(model, *(each for each in optimizers if held[id(each)] & chunks))
 
 
 def _check(optimizer: torch.optim.Optimizer, known: set[int]) -> None:

@@ -119,6 +119,14 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
             _check_maths(first, owned_by(states), optimizer, strict)
 
 
+def check_exact(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """As `check_optimizer`, for optimizers that hold a part of what the model trains."""
+    states = states_of(model)
+    with agreeing(states[0].communicator, states[0].device, "check_optimizer"):
+        for optimizer in optimizers:
+            _check_maths(states[0], owned_by(states), optimizer, strict=False)
+
+
 def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """Yields a line for each group, which must be the same on all ranks. An option that is no plain
     value is described by its type.
