@@ -200,7 +200,7 @@ def count_alive() -> tuple[int, int]:
     return len(objects), sum(storages.values())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_piles_up_over_a_hundred_steps(world_size: int) -> None:
     """Of all that a loop may do, exceptions included: neither live bytes nor Python objects."""
 

@@ -292,6 +292,7 @@ def _load_a_moment_on_meta(rank: Rank) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_load_full_optimizer_state_dict_with_a_wrong_value_on_processes() -> None:
     """Real ranks: nobody waits for another."""
     assert len(set(on_processes(2, _load_a_moment_on_meta))) == 1

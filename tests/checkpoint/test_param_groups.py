@@ -155,6 +155,7 @@ def bag(layers: list[list[tuple[list[int], bool]]]) -> nn.Module:
     return nn.Sequential(*map(Row, rows))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     layers=st.lists(st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), st.booleans()), max_size=5), min_size=1, max_size=3),

@@ -28,6 +28,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_plan_as_json_is_the_plan(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", directory, *ARGUMENTS, "--memory", "8MB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -38,7 +39,8 @@ def test_plan_as_json_is_the_plan(directory: str, capsys: pytest.CaptureFixture[
     assert {"largest_batch", "seconds", "advice", "policy"} <= set(told)
 
 
-@pytest.mark.parametrize("options", [[], pytest.param(["--prefetch-depth", "0"], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--prefetch-depth", "0"]], ids=str)
 def test_plan_that_does_not_fit_ends_with_1_and_the_command_that_does(
     directory: str, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:

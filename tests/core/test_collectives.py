@@ -115,7 +115,7 @@ def leaves_one_before_the_other(rank: Rank, left_first: str) -> None:
     assert all(isinstance(state.conductor, Straight) for state in states_of(model))
 
 
-@pytest.mark.parametrize("left_first", ["profile", "join"])
+@pytest.mark.parametrize("left_first", [pytest.param("profile", marks=pytest.mark.slow), "join"])
 def test_conductors_are_left_in_any_order(left_first: str) -> None:
     """`Join` ends inside of a profile, or a profile inside of `Join`: both have seen what was theirs, and nothing of them stays."""
     on_ranks(2, leaves_one_before_the_other, left_first)

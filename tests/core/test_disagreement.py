@@ -144,6 +144,7 @@ def test_a_mistake_is_the_same_error_on_every_rank(name: str, alone: bool) -> No
     assert max(first.seconds, second.seconds) < PROMPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["world_size", "dtype", "module wrapped before", "no layers"])
 def test_the_same_without_torchs_debug_mode_and_on_three_ranks(name: str) -> None:
     errors = on_ranks(3, refuse, name, True, debug="OFF")

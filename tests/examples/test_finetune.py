@@ -148,6 +148,7 @@ def test_report_says_what_happened(trained: Outcome) -> None:
     assert "rank 1" in printed
 
 
+@pytest.mark.slow
 def test_one_process_gives_the_same_losses(
     example: ModuleType, trained: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

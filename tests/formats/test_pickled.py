@@ -22,6 +22,7 @@ KEYS = st.integers() | st.text() | st.booleans()
 PLAIN = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.lists(inner).map(tuple), max_leaves=20)
 
 
+@pytest.mark.slow
 @given(PLAIN, st.integers(0, 5))
 def test_what_pickle_writes_is_read(value: Any, protocol: int) -> None:
     assert same(pickled.read(pickle.dumps(value, protocol), "it", plain), value)

@@ -125,6 +125,7 @@ def on_meta(rank: Rank) -> Any:
         return loaded, losses(made), losses(trainer_of(True, llama(), rank.scratch))
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_is_refused_until_it_is_sharded_and_loaded() -> None:
     """And one that the trainer is to make itself (`model_init`) is sharded whenever it is made."""
     loaded, made, expected = on_ranks(2, on_meta)[0]

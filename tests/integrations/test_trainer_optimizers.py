@@ -60,6 +60,7 @@ def losses_by_name(rank: Rank, ours: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_trainers_names_give_what_they_give_under_ddp() -> None:
     """Adafactor too: it gets whole parameters."""
     expected, found = on_ranks(2, losses_by_name, False, debug="OFF")[0], on_ranks(2, losses_by_name, True)[0]

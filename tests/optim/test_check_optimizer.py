@@ -213,7 +213,7 @@ MADE_WITH: dict[str, tuple[Callable[[Any], Blockwise], str]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", MADE_WITH)
 def test_check_optimizer_tries_the_optimizer_as_it_was_made(name: str, world_size: int) -> None:
     def body(group: ThreadCommunicator) -> None:

@@ -101,6 +101,7 @@ def test_a_step_is_made_chunk_by_chunk(tmp_path: Path) -> None:
 CLUSTER = zero3.Cluster(flops=1e12, memory_bandwidth=1e11, link=1e9)
 
 
+@pytest.mark.slow
 def test_the_time_of_offload_is_not_told() -> None:
     """Nor do such policies come before others because they have none."""
     plan = zero3.plan(model_of(Case()), ranks=2, sequence=8, policy=zero3.ShardingPolicy(offload="cpu"), cluster=CLUSTER)
