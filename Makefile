@@ -78,9 +78,9 @@ docs: $(VENV)/.docs  ## build the documentation's site, docs/_build/html; a warn
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build/html $(ARGS)
 	@echo "Open docs/_build/html/index.html"
 
-package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source distribution; are they whole, and do its tests run?
+package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source distribution; are they whole, the same bytes each time, and do its tests run?
 	rm -rf build dist
-	$(BIN)/python -m build --no-isolation
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/package.py dist
 
