@@ -81,7 +81,7 @@ docs: $(VENV)/.docs  ## build the documentation's site, docs/_build/html; a warn
 site: docs  ## build the site, and render every page in Chromium at the width of a desk and of a phone: is anything cut off?
 	@command -v chromium chromium-browser google-chrome > /dev/null || { \
 		apt-get -qq -o Acquire::Retries=3 update && apt-get -qq -y -o Acquire::Retries=3 install --no-install-recommends chromium > /dev/null; }
-	$(BIN)/python tests/site.py $(ARGS)
+	$(BIN)/python tests/rendered_site.py $(ARGS)
 
 package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source distribution; are they whole, the same bytes each time, and do its tests run?
 	rm -rf build dist

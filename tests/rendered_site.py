@@ -1,8 +1,8 @@
-"""Is every page of the site whole at the width of a desk and of a phone? Renders docs/_build/html, which `make docs` has built, in Chromium.
+"""Is every page of the site whole, at a desk's width and at a phone's? Chromium renders docs/_build/html, which `make docs` has built.
 
-An element is cut off if it reaches beyond its page's column, and neither it nor what it stands in has a scroll bar. A table or a block of
-code that has to be scrolled at a desk's width is cut off, too: nobody sees the bar below forty rows. Exit code 1 if there is one; it is named
-with its page and its width. `--picture DIR` also writes a picture of every page.
+An element is cut off if it reaches beyond its page's column, and neither it nor what it stands in has a scroll bar. A table or a block
+of code that has to be scrolled at a desk's width is cut off, too: nobody sees the bar below forty rows. Exit code 1 if there is one; it
+is named with its page and its width. `--picture DIR` also writes a picture of every page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ for (const frame of document.querySelectorAll("iframe")) {
   const right = e => e.getBoundingClientRect().right - parseFloat(view.getComputedStyle(e).paddingRight);
   const seen = e => e.getClientRects().length && view.getComputedStyle(e).position !== "absolute";
   const cut = [...column.querySelectorAll("*")].filter(e => seen(e) && right(e) > end && !scrolls(e));
-  const bars = width < DESK ? [] : [...column.querySelectorAll(".table-wrapper, pre")].filter(e => seen(e) && e.scrollWidth > e.clientWidth + 1);
+  const boxes = width < DESK ? [] : [...column.querySelectorAll(".table-wrapper, pre")];
+  const bars = boxes.filter(e => seen(e) && e.scrollWidth > e.clientWidth + 1);
   const told = e => ({page: frame.title, width, tag: e.tagName, right: Math.round(right(e)), end: Math.round(end),
     text: e.textContent.trim().replace(/\\s+/g, " ").slice(0, 60)});
   found.push({page: frame.title, width, elements: column.querySelectorAll("*").length, cut: [...cut, ...bars].map(told)});
