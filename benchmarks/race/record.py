@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 from tests.device import simulated
 
 import torch  # isort: skip
+from torch.distributed.tensor import DTensor  # isort: skip
 
 from benchmarks.race.machines import LINKS, MACHINES, with_link  # isort: skip
 from benchmarks.race.models import loss_of, model_of  # isort: skip
 from benchmarks.race.runs import Run  # isort: skip
 from benchmarks.race.systems import SYSTEMS, Training  # isort: skip
+from tests.device.caching import UNIT  # isort: skip
 from tests.device.clock import HOSTS, Clocks, Step  # isort: skip
 from tests.device.dry_run import alone  # isort: skip
 
@@ -25,8 +29,8 @@ STEPS = 3  # the first makes the optimizer's state, and systems learn from it
 BY_LISTS, HOLDS_LOGITS = "by_lists", "holds_logits"  # AdamW that is not fused; logits that the loop keeps during backward, in fp32
 
 
-def logged(run: Run, steps: int = STEPS) -> list[Any]:
-    """The log of the steps, with marks: "step", "backward", "clip", "optimizer"."""
+def logged(run: Run, steps: int = STEPS, looks: Callable[[Training, torch.optim.Optimizer], None] = lambda *_: None) -> list[Any]:
+    """The log of the steps, with marks: "step", "backward", "clip", "optimizer". `looks` is called before each "optimizer"."""
     device, loop = simulated.C, (BY_LISTS, HOLDS_LOGITS)
     with alone(run.ranks):
         gc.collect()
@@ -40,7 +44,7 @@ def logged(run: Run, steps: int = STEPS) -> list[Any]:
             optimizer = torch.optim.AdamW(training.parameters, lr=1e-4, fused=fused, foreach=None if fused else True)
             for _ in range(steps):
                 device.mark("step")
-                _step(training, optimizer, run)
+                _step(training, optimizer, run, looks)
             device.mark("step")
         finally:
             device.log(False)
@@ -51,7 +55,7 @@ def logged(run: Run, steps: int = STEPS) -> list[Any]:
     return list(log)
 
 
-def _step(training: Training, optimizer: torch.optim.Optimizer, run: Run) -> None:
+def _step(training: Training, optimizer: torch.optim.Optimizer, run: Run, looks: Callable[..., None]) -> None:
     ids = torch.empty(run.rows, run.sequence, dtype=torch.long, device="cuda")
     labels = torch.empty_like(ids)
     logits = training.model(ids)
@@ -64,6 +68,7 @@ def _step(training: Training, optimizer: torch.optim.Optimizer, run: Run) -> Non
     loss.backward()
     simulated.C.mark("clip")
     training.clip()
+    looks(training, optimizer)
     simulated.C.mark("optimizer")
     optimizer.step()
     optimizer.zero_grad()
@@ -94,6 +99,36 @@ def replayed(log: list[Any]) -> dict[str, Any]:
             clocks = Clocks(with_link(MACHINES[machine], link), HOSTS[host])
             found[f"{machine}, {link}, {host}"] = figures(clocks.replay(times if found else log)[-1])
     return found
+
+
+def causes(run: Run) -> dict[str, float]:
+    """What the bytes at the peak of the last step are for, as `peak_by_cause` tells it."""
+    blocks: dict[int, str] = {}
+
+    def look(training: Training, optimizer: torch.optim.Optimizer) -> None:
+        tensors = [(parameter, "sharded parameters") for parameter in training.parameters]
+        tensors += [(each, "optimizer") for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
+        for tensor, cause in tensors:
+            blocks[simulated.C.block_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor)] = cause
+
+    return peak_by_cause(logged(run, looks=look), blocks)
+
+
+def peak_by_cause(log: list[Any], blocks: dict[int, str]) -> dict[str, float]:
+    """Bytes at the peak of the last step, and by cause. What is in none of these blocks is "all else"."""
+    live: dict[int, float] = {}
+    now = Counter[str]()
+    most = now.copy()
+    for kind, name, _, ident, _, nbytes, *_ in log:
+        if kind == "m" and name == "step":
+            last, most = most, now.copy()
+        elif kind == "a" or (kind == "f" and ident in live):
+            cause, nbytes = blocks.get(ident, "all else"), -live.pop(ident) if kind == "f" else -(-int(nbytes) // UNIT) * UNIT
+            if kind == "a":
+                live[ident] = nbytes
+            now[cause] += nbytes
+            most = now.copy() if now.total() > most.total() else most
+    return {**last, "peak": last.total()}
 
 
 def told(run: Run) -> dict[str, Any]:

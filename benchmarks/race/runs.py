@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -69,8 +69,3 @@ def apart(name: str, run: Run) -> Any:
 
 def _called(name: str, run: Run) -> Any:
     return getattr(import_module(RECORD), name)(run)
-
-
-def chosen_of(run: Run, names: Iterable[str]) -> Iterator[str]:
-    """Those of its settings that are among `names`."""
-    return (name for name in run.chosen if name in names)

@@ -1,4 +1,4 @@
-"""What an operator counts for in the log: kernels as torch's build for CUDA has them, floating-point operations, bytes. By hand, a rule each."""
+"""What an operator counts for in the log: kernels as torch's build for CUDA has them, operations, bytes. Each rule by hand."""
 
 from __future__ import annotations
 
