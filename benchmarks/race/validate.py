@@ -42,7 +42,7 @@ class Published:
 
     @property
     def name(self) -> str:
-        return f"{self.run.system.upper()} {self.run.model.upper()}, W = {self.run.ranks}, {self.run.rows}x{self.run.sequence}, {self.run.checkpointing}"
+        return f"{self.run.system.upper()} {self.run.cell}"
 
 
 def _of_pull(system: str, checkpointing: str, active: float, reserved: float, tokens: float) -> Published:
@@ -170,12 +170,13 @@ def report(jobs: int = 2) -> Report:
     table = markdown(columns, [rows_of(cell, log, steps[cell]) for cell, log in logs.items()])
     null = 16 * SHAPES["8b"].parameters * (1 / 8 - 1 / 128) / GIB
     rows = [[each.what, f"{each.expected:.2f}", f"{each.found:.2f}", f"{each}"] for each in told]
+    own = f"torch's own trackers, of {TRACKED.cell}"
     misses = _misses([share, apart_by, *told, *(each for cell in cells for each in verdicts(cell, steps[cell]))])
     return Report(
         f"Simulated; no GPU was used. Fitted, on the first two rows: {share.found:.2f} of the data sheet's 989 TFLOP/s are reached "
         f"(machines.py has {REACHED}: {share}). Nothing else is.\n\n{table}\n\n"
         f"From W = 8 to 128: {apart_by.found:.1f} GiB less for {apart_by.expected:.1f} ({apart_by}); null, state / N: {null:.1f}.\n\n"
-        f"{markdown(["torch's own trackers, of " + TRACKED.cell, 'it says', 'simulated', ''], rows)}\n\n"
+        f"{markdown([own, 'it says', 'simulated', ''], rows)}\n\n"
         f"Misses: {misses or 'none'} (allowed: {ALLOWED:.0%}; of torch's tracker of memory {OF_TRACKERS:.0%}).",
         misses,
     )
