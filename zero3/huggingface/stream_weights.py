@@ -239,6 +239,7 @@ class _Stream(Generator[Any, None, None]):
         states: Sequence[LayerState],
         device: torch.device,
     ) -> None:
+        self.outputs = walk.outputs
         self._tensors = walk.tensors(ahead=min(1, states[0].policy.prefetch_depth))
         buckets = _buckets(walk.outputs, max_bytes)
         self._left, self._single = iter(buckets), max_bytes is None
