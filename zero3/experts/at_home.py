@@ -72,6 +72,15 @@ class Route(NamedTuple):
     call: int = -1  # its number since a guard began
 
 
+@dataclass(slots=True)
+class _Call:
+    """One in a guard."""
+
+    route: Route
+    index: Tensor  # [T, k]
+    recomputed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Trip:
     """Something goes from each rank to each other. `again`: for a recomputation. `call`: the number
@@ -117,7 +126,7 @@ class AtHome:
         self._entries: list[Entry] = []
         # for `step_guard`: what this rank would send if it had to answer without computing. Of each
         # guard, as long as there is its conductor: its calls
-        self._guarded: weakref.WeakKeyDictionary[Any, dict[int, Route]] = (
+        self._guarded: weakref.WeakKeyDictionary[Any, dict[int, _Call]] = (
             weakref.WeakKeyDictionary()
         )
         self._latest = 0, 0, 0, 0  # H, k, and the lengths of their elements
@@ -228,7 +237,7 @@ class AtHome:
             pairs = torch.zeros(ranks, dtype=torch.int64, device=index.device)
             pairs.scatter_add_(0, owner.reshape(-1), torch.ones_like(owner).reshape(-1))
             words = goes.sum(1) + (pairs << _PAIRS) + same
-            call = self._number_of_call(state, words)
+            call = self._number_of_call(state, index)
             sent, came = self._conduct(state, Way.COUNTS, call, words)
             leave, rows = rows_of(sent), rows_of(came)
             source = goes.view(-1).nonzero_static(size=sum(leave)).squeeze(1) % max(1, tokens)
@@ -236,9 +245,7 @@ class AtHome:
         needed, widths = any(word >> _NEEDS for word in came), _widths(*self._latest)
         route = Route(self, source, leave, rows, sent, widths, here, needed, call)
         if call >= 0 and not inside_backward():
-            # for an answer: the experts' numbers that it sends, in the place of `source`
-            numbers = index.index_select(0, source).int()
-            self._calls(state)[call] = route._replace(source=numbers)
+            self._calls(state)[call] = _Call(route, index)
         return route
 
     def _balanced(self, index: Tensor, *, needs: bool) -> Route:
@@ -305,22 +312,23 @@ class AtHome:
 
     # -- for `step_guard`
 
-    def _calls(self, state: LayerState) -> dict[int, Route]:
+    def _calls(self, state: LayerState) -> dict[int, _Call]:
         """The calls since the guard began."""
         return self._guarded.setdefault(state.conductor, {})
 
-    def _number_of_call(self, state: LayerState, words: Tensor) -> int:
-        """Of a call in a guard; of a recomputation, it is that of the latest call that told the
-        same.
+    def _number_of_call(self, state: LayerState, index: Tensor) -> int:
+        """Of a call in a guard; of a recomputation, it is that of the call with the same tokens:
+        the latest, if there are several, and one that was not recomputed, if there is one.
         """
         if not state.gradients.holds:
             return -1
         calls = self._calls(state)
         if not inside_backward():
             return len(calls)
-        told = words.tolist()
-        alike = (call for call in reversed(calls) if list(calls[call].words) == told)
-        return next(alike, len(calls) - 1)
+        alike = [call for call in reversed(calls) if torch.equal(calls[call].index, index)]
+        found = next((call for call in alike if not calls[call].recomputed), max(calls))
+        calls[found].recomputed = True
+        return found
 
     def answer(self, way: Way, call: int, *, again: bool) -> None:
         """Takes part in an exchange with nothing to give, after a failure: sends zeros for as many
@@ -329,29 +337,29 @@ class AtHome:
         state = self._layer()
         calls = self._calls(state)
         if way is Way.COUNTS:
-            told = calls[call].words if again else [0] * self._among.world_size
+            told = calls[call].route.words if again else [0] * self._among.world_size
             words = torch.tensor(told, dtype=torch.int64, device=state.device)
             sent, came = self.swap(way, words)
             if not again:
-                calls[call] = self._route_without_tokens(sent, came, state.device)
+                calls[call] = self._call_without_tokens(sent, came, state.device)
             return
-        route, back = calls[call], way in (Way.BACK, Way.GRADIENTS_BACK)
+        route, back = calls[call].route, way in (Way.BACK, Way.GRADIENTS_BACK)
         state.log.entries.append(self._entries[way])
         n, widths = sum(route.received if back else route.sent), route.widths[: _PARTS[way]]
         zeros = torch.zeros((n, sum(widths)), dtype=torch.uint8, device=state.device)
         if way is Way.THERE and n:  # to the same experts again, since others recompute
-            zeros[:, -widths[-1] :] = route.source.view(torch.uint8)
+            numbers = calls[call].index.index_select(0, route.source).int()
+            zeros[:, -widths[-1] :] = numbers.view(torch.uint8)
         with self._naming[way]:
             self._swap_bytes(way, route, zeros)
 
-    def _route_without_tokens(
-        self, sent: list[int], came: list[int], device: torch.device
-    ) -> Route:
+    def _call_without_tokens(self, sent: list[int], came: list[int], device: torch.device) -> _Call:
         latest = self._latest
         for word in filter(None, came):  # who computes knows the lengths
             latest = (*latest[:2], word >> _LENGTHS & 15, word >> _LENGTHS + 4 & 15)
-        nothing = torch.empty((0, 1), dtype=torch.int32, device=device)
-        return Route(self, nothing, sent, rows_of(came), sent, _widths(*latest), 0, needed=False)
+        nothing, rows = torch.empty(0, dtype=torch.int64, device=device), rows_of(came)
+        route = Route(self, nothing, sent, rows, sent, _widths(*latest), 0, needed=False)
+        return _Call(route, nothing.view(0, 1))
 
 
 def _widths(hidden: int, used: int, length: int, of_weights: int) -> tuple[int, int, int]:
