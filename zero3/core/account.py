@@ -124,8 +124,7 @@ class Account:
             self._merge_earlier()
         gradient = self._flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
-        layout, made_in = self._buffer.layout, self._buffer.made_in
-        self._buffer, self._kept = GradientBuffer(layout, made_in, self.chunk.device), []
+        self._buffer, self._kept = self._buffer.like(), []
         self.pending = self.owed = False
         return gradient
 
