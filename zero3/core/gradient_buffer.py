@@ -103,12 +103,12 @@ class GradientBuffer:
             self.full.view(-1, layout.of.shard_numel + n)[:, -n:] = self.trailer(n, self.full.dtype)
         if not (together or told):
             return self.full
-        pieces = self.full.split(layout.sizes)
+        pieces = self.full.split_with_sizes(layout.sizes)
         places, values = list[Tensor](), list[Tensor]()
         for index in together:
             numbers, lengths = layout.cells[index]
             places += [pieces[number] for number in numbers]
-            values += self.came[index].view(-1).split(lengths)
+            values += self.came[index].view(-1).split_with_sizes(lengths)
         if told:  # of the other values' dtype, which one kernel needs
             dtype = values[0].dtype if values else self._dtype
             places += [pieces[number] for number in layout.cells[-1].numbers]
