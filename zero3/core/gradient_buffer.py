@@ -16,6 +16,8 @@ __all__: list[str] = []
 # elements of a gradient that is copied together with others: torch's kernel for several tensors
 # takes 21 million, so that a large one alone would be many kernels
 SMALL = 2**22
+# pieces of all gradients that are copied so: the host makes a view of each, and a kernel takes 64
+FEW = 128
 
 
 class GradientBuffer:
@@ -30,10 +32,18 @@ class GradientBuffer:
     Behind each rank's slice it has a trailer, which says for each slot whether a gradient came.
     """
 
-    __slots__ = ("_device", "_dtype", "came", "full", "layout", "made_in", "written")
+    __slots__ = ("_device", "_dtype", "_ones", "came", "full", "layout", "made_in", "written")
 
-    def __init__(self, layout: GradientLayout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: GradientLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        ones: dict[tuple[int, torch.dtype], Tensor] | None = None,
+    ) -> None:
+        """`ones`: trailers of buffers before this one that had gradients for all slots."""
         self.layout = layout
+        self._ones = {} if ones is None else ones
         self.made_in = self._dtype = dtype
         self._device = device
         self.came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
@@ -51,7 +61,7 @@ class GradientBuffer:
 
     def like(self) -> GradientBuffer:
         """An empty one."""
-        return GradientBuffer(self.layout, self.made_in, self._device)
+        return GradientBuffer(self.layout, self.made_in, self._device, self._ones)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
@@ -73,25 +83,40 @@ class GradientBuffer:
         if self.full is not None:
             self._to_add_to().mul_(factor)
 
-    def flat(self) -> Tensor:
+    def flat(self, *, told: bool = False) -> Tensor:
         """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are
-        not written.
+        not written. `told`: the trailers are.
         """
+        layout, together = self.layout, []
         if self.full is None:
-            self.full = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
-        places, values = [], []
-        while self.came:
-            index, gradient = self.came.popitem()
-            spots = self.layout.spots[index]
-            small = gradient.numel() <= SMALL and gradient.layout == torch.strided
-            if small and len(spots) == 1 and index not in self.written:
-                self.written.add(index)
-                places.append(self.full.as_strided(*spots[0].strided))
-                values.append(gradient)
+            self.full = torch.empty(layout.numel, dtype=self._dtype, device=self._device)
+        few = len(layout.sizes) <= FEW
+        for index in list(self.came):
+            if few and _is_small(self.came[index]):
+                together.append(index)
             else:
-                self._write(self.full, index, gradient)
-        if places:
+                self._write(self.full, index, self.came[index])
+                del self.came[index]
+        n, told = layout.trailer, told and layout.trailer > 0
+        if told and not few and layout.of.bounds is None:
+            told = False
+            self.full.view(-1, layout.of.shard_numel + n)[:, -n:] = self.trailer(n, self.full.dtype)
+        if not (together or told):
+            return self.full
+        pieces = self.full.split_with_sizes(layout.sizes)
+        places, values = list[Tensor](), list[Tensor]()
+        for index in together:
+            numbers, lengths = layout.cells[index]
+            places += [pieces[number] for number in numbers]
+            values += self.came[index].view(-1).split_with_sizes(lengths)
+        if told:  # of the other values' dtype, which one kernel needs
+            dtype = values[0].dtype if values else self._dtype
+            places += [pieces[number] for number in layout.cells[-1].numbers]
+            values += [self.trailer(n, dtype)] * layout.of.world_size
+        if places:  # an empty slot has none
             copy_together(places, values)
+        self.written.update(together)
+        self.came.clear()
         return self.full
 
     def _to_add_to(self) -> Tensor:
@@ -121,9 +146,18 @@ class GradientBuffer:
         ]
 
     def trailer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1 for each slot that a gradient came for, else 0, `[numel]`."""
-        known = [slot in self.came or slot in self.written for slot in range(numel)]
-        return on_device(torch.tensor(known, dtype=dtype), self._device)
+        """1 for each slot that a gradient came for, else 0, `[numel]`. Nobody writes into it."""
+        if self.missing:
+            known = [slot in self.came or slot in self.written for slot in range(numel)]
+            return on_device(torch.tensor(known, dtype=dtype), self._device)
+        if (numel, dtype) not in self._ones:
+            self._ones[numel, dtype] = torch.ones(numel, dtype=dtype, device=self._device)
+        return self._ones[numel, dtype]
+
+    @property
+    def missing(self) -> int:
+        """How many slots no gradient came for."""
+        return len(self.layout.of.slots) - len(self.written) - len(self.came)
 
     def _fits(self, gradient: Tensor) -> bool:
         # then the bytes in memory are not the values
@@ -142,16 +176,11 @@ class GradientBuffer:
         """The buffer `[W*(S+n)]`, with zeros for slots without a gradient. From now on the buffer
         is the caller's.
         """
-        full, spots = self.flat(), self.layout.spots
-        missing = len(spots) - 1 - len(self.written)
-        if missing or spots[-1][0].stop:  # padding
+        full, spots = self.flat(told=True), self.layout.spots
+        if self.missing or spots[-1]:  # padding
             for index in range(len(spots)):
                 for spot in spots[index] if index not in self.written else ():
                     full.as_strided(*spot.strided).zero_()
-        n = self.layout.trailer
-        for spot in self.layout.trailers if n else ():
-            trailer = full.as_strided(*spot.strided)
-            trailer.copy_(self.trailer(n, full.dtype)) if missing else trailer.fill_(1)
         return full
 
     def merge(self, other: GradientBuffer, factor: Tensor | None) -> None:
@@ -178,3 +207,8 @@ class GradientBuffer:
 
     def _add(self, place: Tensor, index: int, gradient: Tensor) -> None:
         place.add_(gradient) if index in self.written else place.copy_(gradient)
+
+
+def _is_small(gradient: Tensor) -> bool:
+    strided = gradient.layout == torch.strided
+    return strided and gradient.numel() <= SMALL and gradient.is_contiguous()
