@@ -32,7 +32,6 @@ def prepared(checkpoints: str) -> Any:
 
 def train(rank: Rank, names: tuple[str, ...], shape: tuple[int, ...], checkpoints: str, policy: dict[str, Any]) -> list[int]:
     mesh = mesh_of(names, *shape) if names else None
-    policy = {**policy, "offload": rank.scratch} if policy.get("offload") == "DIR" else policy
     training = Training(Group(rank, mesh), zero3.ShardingPolicy(expert_parallel=True, **policy), prepare=prepared(checkpoints))
     training.train(2, micros=2, keeps=True).train(2, first=2).check()
     zero3.save_checkpoint(rank.scratch / "checkpoint", training.model, training.optimizer)
