@@ -73,7 +73,7 @@ class Route(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Call:
+class _GuardedCall:
     """One in a guard."""
 
     route: Route
@@ -126,7 +126,7 @@ class AtHome:
         self._entries: list[Entry] = []
         # for `step_guard`: what this rank would send if it had to answer without computing. Of each
         # guard, as long as there is its conductor: its calls
-        self._guarded: weakref.WeakKeyDictionary[Any, dict[int, _Call]] = (
+        self._guarded: weakref.WeakKeyDictionary[Any, dict[int, _GuardedCall]] = (
             weakref.WeakKeyDictionary()
         )
         self._latest = 0, 0, 0, 0  # H, k, and the lengths of their elements
@@ -245,7 +245,7 @@ class AtHome:
         needed, widths = any(word >> _NEEDS for word in came), _widths(*self._latest)
         route = Route(self, source, leave, rows, sent, widths, here, needed, call)
         if call >= 0 and not inside_backward():
-            self._calls(state)[call] = _Call(route, index)
+            self._calls(state)[call] = _GuardedCall(route, index)
         return route
 
     def _balanced(self, index: Tensor, *, needs: bool) -> Route:
@@ -312,7 +312,7 @@ class AtHome:
 
     # -- for `step_guard`
 
-    def _calls(self, state: LayerState) -> dict[int, _Call]:
+    def _calls(self, state: LayerState) -> dict[int, _GuardedCall]:
         """The calls since the guard began."""
         return self._guarded.setdefault(state.conductor, {})
 
@@ -353,13 +353,15 @@ class AtHome:
         with self._naming[way]:
             self._swap_bytes(way, route, zeros)
 
-    def _call_without_tokens(self, sent: list[int], came: list[int], device: torch.device) -> _Call:
+    def _call_without_tokens(
+        self, sent: list[int], came: list[int], device: torch.device
+    ) -> _GuardedCall:
         latest = self._latest
         for word in filter(None, came):  # who computes knows the lengths
             latest = (*latest[:2], word >> _LENGTHS & 15, word >> _LENGTHS + 4 & 15)
         nothing, rows = torch.empty(0, dtype=torch.int64, device=device), rows_of(came)
         route = Route(self, nothing, sent, rows, sent, _widths(*latest), 0, needed=False)
-        return _Call(route, nothing.view(0, 1))
+        return _GuardedCall(route, nothing.view(0, 1))
 
 
 def _widths(hidden: int, used: int, length: int, of_weights: int) -> tuple[int, int, int]:
