@@ -157,7 +157,7 @@ def walk_of(
         elif not any(sharded.chunk.read_only for sharded in contents.parameters.values()):
             found = extra_states_of(model).items()  # save_merged leaves it out
             extra = {name: value for name, value in found if unreadable(value) is None}
-        contents.others |= extra
+        contents.others.update(extra)
         outputs = outputs_of_model(owner, contents, extra, dtype)
     contents.check_loaded(
         sorted({source for output in outputs for source in output.index_map.sources}),
