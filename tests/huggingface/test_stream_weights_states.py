@@ -205,7 +205,7 @@ def test_a_stream_that_merges_or_dequantises_holds_two_layers_the_adapters_and_w
     chunks = [chunk for state in states_of(model) for chunk in state.chunks]
     adapters = sum(chunk.layout.padded_numel * chunk.shard.element_size() for chunk in chunks if chunk.trains)
     layers = max(sum(c.layout.padded_numel * c.shard.element_size() for c in state.chunks) for state in states_of(model))
-    largest = max(output.numel for output in walk_of(model, None, True, False).outputs) * 4
+    largest = max(output.numel for output in walk_of(model, None, ["merge_adapters"]).outputs) * 4
     # peft's product in float32 and in the weight's dtype, and a copy of what can't be written where it is read
     assert peak(model, merge_adapters=True) <= 2 * layers + adapters + 4 * largest
 
