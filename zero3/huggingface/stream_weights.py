@@ -119,7 +119,8 @@ def stream_weights(
         if (wrong := not_a_dtype(dtype)) is not None:
             raise wrong
         land_steps(states)
-        walk = walk_of(model, dtype, merge_adapters, adapters_only)
+        options = {"merge_adapters": merge_adapters, "adapters_only": adapters_only}
+        walk = walk_of(model, dtype, [name for name, chosen in options.items() if chosen])
         lines += [output.line for output in walk.outputs]
         stays = walk.stays()
         for number, chunk in enumerate(stays):
@@ -133,12 +134,11 @@ def stream_weights(
     return _Stream(walk, max_bytes, states, first.device)
 
 
-def walk_of(
-    model: nn.Module, dtype: torch.dtype | None, merge_adapters: bool, adapters_only: bool
-) -> WeightWalk:
-    """What is streamed. It makes no collective."""
+def walk_of(model: nn.Module, dtype: torch.dtype | None, options: Sequence[str]) -> WeightWalk:
+    """What is streamed. It makes no collective. `options`: those that are on, by name."""
     owner: Any = innermost(model)
-    _check_choice(has_adapters(owner), merge_adapters, adapters_only)
+    _check_choice(options, adapted=has_adapters(owner))
+    adapters_only = "adapters_only" in options
     contents = Contents(model, "stream_weights", as_values=not adapters_only)
     modules: Sequence[nn.Module] = ()
     encoder: tuple[Any, str] = (None, "")
@@ -152,12 +152,12 @@ def walk_of(
         outputs = outputs_of_adapter(*encoder, contents, dtype)
     else:
         extra: dict[str, Tensor] = {}
-        if merge_adapters:
+        if options:
             owner, modules = named_without_adapters(contents, owner)
         elif not any(sharded.chunk.read_only for sharded in contents.parameters.values()):
             found = extra_states_of(model).items()  # save_merged leaves it out
             extra = {name: value for name, value in found if unreadable(value) is None}
-        contents.others |= extra
+        contents.others.update(extra)
         outputs = outputs_of_model(owner, contents, extra, dtype)
     contents.check_loaded(
         sorted({source for output in outputs for source in output.index_map.sources}),
@@ -166,13 +166,14 @@ def walk_of(
     return WeightWalk(contents, outputs, modules, encoder=encoder)
 
 
-def _check_choice(adapted: bool, merge_adapters: bool, adapters_only: bool) -> None:
-    if merge_adapters and adapters_only:
+def _check_choice(options: Sequence[str], *, adapted: bool) -> None:
+    if len(options) > 1:
         raise ValueError("stream_weights(merge_adapters=True, adapters_only=True): choose one")
-    if (merge_adapters or adapters_only) and not adapted:
-        option = "merge_adapters" if merge_adapters else "adapters_only"
-        raise ValueError(f"stream_weights({option}=True) of a model without adapters: leave it out")
-    if adapted and not (merge_adapters or adapters_only):
+    if options and not adapted:
+        raise ValueError(
+            f"stream_weights({options[0]}=True) of a model without adapters: leave it out"
+        )
+    if adapted and not options:
         raise ValueError(
             "stream_weights of a model with adapters: choose merge_adapters=True, which yields the "
             "whole model with the adapters merged into it, or adapters_only=True"

@@ -43,7 +43,7 @@ class Walked(NamedTuple):
     as_read: Callable[[], Tensor | None]
 
 
-class _Together(NamedTuple):
+class _ReadTogether(NamedTuple):
     """Tensors of the same layers, or of the same parameter of experts, and the chunks that they,
     and adapters for them, are in.
     """
@@ -114,9 +114,8 @@ class WeightWalk:
             numbers = sorted({contents.states.index(self._states[chunk]) for chunk in chunks})
             alone = sorted(id(chunk) for chunk in chunks if chunk.in_part)
             groups.setdefault((*numbers, -1, *alone), []).append(output)
-        self._groups = [_Together(group, self._chunks_of(group)) for group in groups.values()]
+        self._groups = [_ReadTogether(group, self._chunks_of(group)) for group in groups.values()]
         self.outputs = [output for group in self._groups for output in group.outputs]
-        self._last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
         self._uses = Counter(chunk for group in self._groups for chunk in group.chunks)
         self._found: frozenset[Chunk] = frozenset()
         self._readings: dict[Chunk, _Reading] = {}
@@ -156,7 +155,7 @@ class WeightWalk:
         """
         return [
             chunk
-            for chunk in self._last
+            for chunk in self._uses
             if self._states[chunk].stays(chunk)
             and chunk.full.tensor.dtype == chunk.shard.dtype
             and not (chunk.resident or chunk.wire.rounds(chunk))
@@ -169,6 +168,7 @@ class WeightWalk:
     def tensors(self, ahead: int = 0) -> Iterator[Walked]:
         """Yields each tensor. `ahead`: how many layers are gathered beside the present one."""
         uses = Counter(name for output in self.outputs for name in output.index_map.sources)
+        last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
         for number, group in enumerate(self._groups):
             self._start(number, 1 + ahead)
             for chunk in group.chunks:
@@ -184,7 +184,7 @@ class WeightWalk:
             self._values.clear()
             self._others.clear()
             for chunk in group.chunks:
-                if self._last[chunk] == number:
+                if last[chunk] == number:
                     del self._readings[chunk]
         self._memory.clear()
 
