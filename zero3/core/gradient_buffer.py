@@ -92,11 +92,14 @@ class GradientBuffer:
             self.full = torch.empty(layout.numel, dtype=self._dtype, device=self._device)
         few = len(layout.sizes) <= FEW
         for index in list(self.came):
-            if few and _is_small(self.came[index]):
+            gradient = self.came[index]
+            plain = gradient.layout == torch.strided and gradient.is_contiguous()
+            if few and plain and gradient.numel() <= SMALL:
                 together.append(index)
             else:
-                self._write(self.full, index, self.came[index])
+                self._write(self.full, index, gradient)
                 del self.came[index]
+            del gradient
         n, told = layout.trailer, told and layout.trailer > 0
         if told and not few and layout.of.bounds is None:
             told = False
@@ -207,8 +210,3 @@ class GradientBuffer:
 
     def _add(self, place: Tensor, index: int, gradient: Tensor) -> None:
         place.add_(gradient) if index in self.written else place.copy_(gradient)
-
-
-def _is_small(gradient: Tensor) -> bool:
-    strided = gradient.layout == torch.strided
-    return strided and gradient.numel() <= SMALL and gradient.is_contiguous()

@@ -227,7 +227,7 @@ class LayerGradients:
         for account in self.accounts.values():
             if account.saves:
                 account.end_backward(self)
-            if not account.unreached.settled:
+            if account.unreached.landed:
                 account.settle()
         for each in self.ignored:
             each.end_backward()

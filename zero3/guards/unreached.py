@@ -29,7 +29,7 @@ def spans_unreached(states: Iterable[LayerState]) -> Spans:
         id(part.parameter): spans
         for state in states
         for chunk, account in state.gradients.accounts.items()
-        if account.unreached
+        if account.unreached.maybe
         for part in chunk.parts
         if (spans := _of(chunk, part, account.unreached.slots))
     }
