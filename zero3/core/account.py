@@ -205,7 +205,7 @@ class Account:
         kind = (
             WholeGradient if part.whole else PieceGradient if self.chunk.divided else ShardGradient
         )
-        alone = self.chunk.layout.world_size == 1
+        alone = self.chunk.whole.layout.world_size == 1
         return gradient if alone else kind.of(gradient, self.among.communicator)
 
     @property

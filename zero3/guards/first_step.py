@@ -52,7 +52,9 @@ class Steps:
         for layer in _layers_of(optimizer, ignored_by) if self._listeners else ():
             layer.conductor.conduct(Use(layer, "an optimizer's step"))
         steps = self._known.get(optimizer)
-        held = sum([len(group["params"]) for group in optimizer.param_groups])
+        held = 0
+        for group in optimizer.param_groups:
+            held += len(group["params"])
         if steps is None or steps.held != held:
             # zero3's own have others in them, which are looked at themselves
             if type(optimizer).__module__.startswith("zero3."):
