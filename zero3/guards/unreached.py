@@ -130,4 +130,9 @@ def state_begun(
         twin.step()
     except Exception:  # of any kind, since the optimizer may be of any library
         return {}
-    return {key: each for key, each in _tensors(twin, parameter) if key is not _VALUES}
+    # a copy of the values is one of those that decay by another name (ASGD's) has not changed
+    return {
+        key: torch.where(each == parameter, values.to(each.dtype), each)
+        for key, each in _tensors(twin, parameter)
+        if key is not _VALUES
+    }
