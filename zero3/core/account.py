@@ -156,21 +156,28 @@ class Account:
     def _accumulate(self, landed: Tensor, exact: Tensor | None, reached: Reached | None) -> None:
         if self._drops:
             return
-        if reached is not None or self.unreached:
+        if reached is not None or self.unreached.maybe:
             self.unreached.land(reached, self._zeroed())
         for number, part in enumerate(self.chunk.parts):
-            parameter = part.parameter
-            if not parameter.requires_grad:
-                continue
-            before = _earlier(parameter)
-            alone = before is None or self.unreached.is_placed(number, before)
-            nothing = reached is not None and has_hooks(parameter)
-            nothing = nothing and part.slots.isdisjoint(reached.slots())  # type: ignore[union-attr]
-            gradient = self._typed(part.of(landed), part)
-            wider = None if exact is None else part.of(exact)
-            accumulate(parameter, gradient, wider, hooks=not nothing)
-            if reached is not None and alone and parameter.grad is not None:
-                self.unreached.place(number, parameter.grad)
+            if part.parameter.requires_grad:
+                gradient = self._typed(part.of(landed), part)
+                wider = None if exact is None else part.of(exact)
+                if reached is None:
+                    accumulate(part.parameter, gradient, wider)
+                else:
+                    self._accumulate_some(number, gradient, wider, reached)
+
+    def _accumulate_some(
+        self, number: int, gradient: Tensor, wider: Tensor | None, reached: Reached
+    ) -> None:
+        """Of these slots alone."""
+        part = self.chunk.parts[number]
+        before = _earlier(part.parameter)
+        alone = before is None or self.unreached.is_placed(number, before)
+        nothing = has_hooks(part.parameter) and part.slots.isdisjoint(reached.slots())
+        accumulate(part.parameter, gradient, wider, hooks=not nothing)
+        if alone and part.parameter.grad is not None:
+            self.unreached.place(number, part.parameter.grad)
 
     def _zeroed(self) -> frozenset[int]:
         """The slots of parts that have no gradient. Where this rank has parts of some slots alone,
@@ -198,7 +205,7 @@ class Account:
         kind = (
             WholeGradient if part.whole else PieceGradient if self.chunk.divided else ShardGradient
         )
-        alone = self.chunk.layout.world_size == 1
+        alone = self.chunk.whole.layout.world_size == 1
         return gradient if alone else kind.of(gradient, self.among.communicator)
 
     @property

@@ -32,7 +32,17 @@ class GradientBuffer:
     Behind each rank's slice it has a trailer, which says for each slot whether a gradient came.
     """
 
-    __slots__ = ("_device", "_dtype", "_ones", "came", "full", "layout", "made_in", "written")
+    __slots__ = (
+        "_device",
+        "_dtype",
+        "_ones",
+        "came",
+        "full",
+        "layout",
+        "made_in",
+        "missing",
+        "written",
+    )
 
     def __init__(
         self,
@@ -48,6 +58,7 @@ class GradientBuffer:
         self._device = device
         self.came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
         self.written: set[int] = set()  # slots that are in the buffer
+        self.missing = len(layout.of.slots)  # how many slots no gradient came for
         self.full: Tensor | None = None  # 1-D [W*(S+n)]
 
     @property
@@ -71,6 +82,7 @@ class GradientBuffer:
             self._write(self._to_add_to(), index, gradient)
         else:
             self.came[index] = gradient
+            self.missing -= 1
 
     def keep(self, dtype: torch.dtype) -> None:
         """Frees autograd's gradients. From now on sums are made in `dtype`."""
@@ -92,11 +104,14 @@ class GradientBuffer:
             self.full = torch.empty(layout.numel, dtype=self._dtype, device=self._device)
         few = len(layout.sizes) <= FEW
         for index in list(self.came):
-            if few and _is_small(self.came[index]):
+            gradient = self.came[index]
+            plain = gradient.layout == torch.strided and gradient.is_contiguous()
+            if few and plain and gradient.numel() <= SMALL:
                 together.append(index)
             else:
-                self._write(self.full, index, self.came[index])
+                self._write(self.full, index, gradient)
                 del self.came[index]
+            del gradient
         n, told = layout.trailer, told and layout.trailer > 0
         if told and not few and layout.of.bounds is None:
             told = False
@@ -107,12 +122,14 @@ class GradientBuffer:
         places, values = list[Tensor](), list[Tensor]()
         for index in together:
             numbers, lengths = layout.cells[index]
-            places += [pieces[number] for number in numbers]
+            places += map(pieces.__getitem__, numbers)
             values += self.came[index].view(-1).split_with_sizes(lengths)
         if told:  # of the other values' dtype, which one kernel needs
             dtype = values[0].dtype if values else self._dtype
-            places += [pieces[number] for number in layout.cells[-1].numbers]
-            values += [self.trailer(n, dtype)] * layout.of.world_size
+            trailer = None if self.missing else self._ones.get((n, dtype))
+            trailer = self.trailer(n, dtype) if trailer is None else trailer
+            places += map(pieces.__getitem__, layout.cells[-1].numbers)
+            values += [trailer] * layout.of.world_size
         if places:  # an empty slot has none
             copy_together(places, values)
         self.written.update(together)
@@ -154,11 +171,6 @@ class GradientBuffer:
             self._ones[numel, dtype] = torch.ones(numel, dtype=dtype, device=self._device)
         return self._ones[numel, dtype]
 
-    @property
-    def missing(self) -> int:
-        """How many slots no gradient came for."""
-        return len(self.layout.of.slots) - len(self.written) - len(self.came)
-
     def _fits(self, gradient: Tensor) -> bool:
         # then the bytes in memory are not the values
         lazy = gradient.is_conj() or gradient.is_neg()
@@ -193,6 +205,7 @@ class GradientBuffer:
                 found = found if factor is None else found.to(full.dtype) * factor
                 self._add(full.as_strided(*spot.strided), index, found)
             self.written.add(index)
+        self.missing = len(self.layout.of.slots) - len(self.written)
 
     def _write(self, full: Tensor, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
@@ -207,8 +220,3 @@ class GradientBuffer:
 
     def _add(self, place: Tensor, index: int, gradient: Tensor) -> None:
         place.add_(gradient) if index in self.written else place.copy_(gradient)
-
-
-def _is_small(gradient: Tensor) -> bool:
-    strided = gradient.layout == torch.strided
-    return strided and gradient.numel() <= SMALL and gradient.is_contiguous()

@@ -44,26 +44,20 @@ class Unreached:
     leaves their elements alone, unless somebody else has put a gradient there.
     """
 
-    __slots__ = ("_landed", "_placed", "_slots")
+    __slots__ = ("_placed", "_slots", "landed", "maybe")
 
     def __init__(self) -> None:
         self._slots: frozenset[int] = frozenset()
-        self._landed: list[Reached] = []  # what is not read yet
+        self.landed: list[Reached] = []  # what is not read yet
+        self.maybe = False  # whether there may be any
         # gradients that were none before these landed, and their versions then, by part
         self._placed: dict[int, tuple[Tensor, int]] = {}
 
-    def __bool__(self) -> bool:
-        """Whether there may be any."""
-        return bool(self._slots or self._landed)
-
-    @property
-    def settled(self) -> bool:
-        return not self._landed
-
     @property
     def slots(self) -> frozenset[int]:
-        landed, self._landed = self._landed, []
+        landed, self.landed = self.landed, []
         self._slots = self._slots.difference(*(reached.slots() for reached in landed))
+        self.maybe = bool(self._slots)
         return self._slots
 
     def land(self, reached: Reached | None, zeroed: frozenset[int]) -> None:
@@ -75,7 +69,8 @@ class Unreached:
             self._slots = frozenset()
         else:
             self._slots |= zeroed
-            self._landed.append(reached)
+            self.landed.append(reached)
+        self.maybe = reached is not None
 
     def place(self, part: int, gradient: Tensor) -> None:
         """It is all that landed in that part."""
@@ -88,4 +83,4 @@ class Unreached:
 
     def forget(self) -> None:
         """What has landed is dropped, or everything is known of it."""
-        self._landed, self._placed = [], {}
+        self.landed, self._placed = [], {}

@@ -52,7 +52,9 @@ class Steps:
         for layer in _layers_of(optimizer, ignored_by) if self._listeners else ():
             layer.conductor.conduct(Use(layer, "an optimizer's step"))
         steps = self._known.get(optimizer)
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        held = 0
+        for group in optimizer.param_groups:
+            held += len(group["params"])
         if steps is None or steps.held != held:
             # zero3's own have others in them, which are looked at themselves
             if type(optimizer).__module__.startswith("zero3."):
@@ -66,7 +68,7 @@ class Steps:
         for owner in steps.owners:
             state = owner()
             for account in state.gradients.accounts.values() if state is not None else ():
-                if account.unreached or account.owed:
+                if account.unreached.maybe or account.owed:
                     return steps.begin(optimizer, args, kwargs)
         return None
 

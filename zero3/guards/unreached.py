@@ -29,7 +29,7 @@ def spans_unreached(states: Iterable[LayerState]) -> Spans:
         id(part.parameter): spans
         for state in states
         for chunk, account in state.gradients.accounts.items()
-        if account.unreached
+        if account.unreached.maybe
         for part in chunk.parts
         if (spans := _of(chunk, part, account.unreached.slots))
     }
@@ -130,4 +130,9 @@ def state_begun(
         twin.step()
     except Exception:  # of any kind, since the optimizer may be of any library
         return {}
-    return {key: each for key, each in _tensors(twin, parameter) if key is not _VALUES}
+    # a copy of the values is one of those that decay by another name (ASGD's) has not changed
+    return {
+        key: torch.where(each == parameter, values.to(each.dtype), each)
+        for key, each in _tensors(twin, parameter)
+        if key is not _VALUES
+    }
