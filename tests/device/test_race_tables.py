@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.race import main, tables
+from benchmarks.race import main, runs, tables
 from benchmarks.race.machines import CAPACITY, GIB, MACHINES
 from benchmarks.race.runs import SOURCES, Run, digest
 from benchmarks.race.validate import Verdict
@@ -90,12 +90,12 @@ def test_a_run_that_ends_its_process_is_an_error_of_that_run_alone(tmp_path: Pat
     def fail(name: str, run: Run) -> Any:
         raise RuntimeError("out of room")
 
-    monkeypatch.setattr(main, "apart", fail)
+    monkeypatch.setattr(runs, "apart", fail)
     assert main.figures_of(CELL, tmp_path) == {"error": "RuntimeError: out of room"}
     assert not list(tmp_path.iterdir()), "an error is not kept"
-    monkeypatch.setattr(main, "apart", lambda name, run: {**figures(), "recorded": 1.0, "replayed": 1.0})
+    monkeypatch.setattr(runs, "apart", lambda name, run: figures())
     found = main.figures_of(CELL, tmp_path)
-    monkeypatch.setattr(main, "apart", fail)
+    monkeypatch.setattr(runs, "apart", fail)
     assert main.figures_of(CELL, tmp_path) == found
 
 
