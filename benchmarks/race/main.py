@@ -23,7 +23,7 @@ from benchmarks.common.report import leave, progress
 from benchmarks.race import validate
 from benchmarks.race.lanes import draw, trace_events
 from benchmarks.race.machines import H100_500W
-from benchmarks.race.runs import Run, apart, digest
+from benchmarks.race.runs import Run, kept
 from benchmarks.race.tables import MAIN, OTHERS, OURS, RIVALS, SIMULATED, SYSTEMS, Results, ahead, comparison, per_cell
 from tests.device.clock import HOSTS, Clocks
 
@@ -53,43 +53,35 @@ def run_of(cell: Run, name: str) -> Run:
     return replace(cell, system=system, chosen=chosen, ranks=1 if name == "plain" else cell.ranks)
 
 
-def figures_of(run: Run, kept: Path) -> dict[str, Any]:
-    """A run's figures. They are kept in a folder for this state of all sources, so a race that was ended goes on where it was."""
-    file = kept / f"{run.slug}.json"
-    if file.exists():
-        return dict(json.loads(file.read_text()))
+def figures_of(run: Run, out: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = apart("told", run)
+        return dict(kept("told", run, out))
     except Exception as error:  # whatever it is, the other runs go on, and the table has it
         progress(f"{run.slug} does not run")
         return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"}
-    progress(f"{run.slug}: {found['recorded']:.0f} s to record, {found['replayed']:.0f} to replay")
-    kept.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found))
-    return found
 
 
-def lanes(cell: Run, out: Path) -> None:
+def lanes(cell: Run, out: Path, picture: Path) -> None:
     """What the lanes of one step do, of zero3 and of FSDP2."""
     out.mkdir(parents=True, exist_ok=True)
     steps = {}
     for name in ("zero3", RIVALS[0]):
         run = run_of(cell, name)
-        steps[name] = Clocks(H100_500W, HOSTS["launches"], spans=True).replay(apart("logged", run))[-1]
+        steps[name] = Clocks(H100_500W, HOSTS["launches"], spans=True).replay(kept("logged", run, out))[-1]
         file = out / f"{run.slug}.trace.json"
         file.write_text(json.dumps(trace_events(steps[name], f"{name}, {run.cell}. {SIMULATED}")))
         progress(f"trace: {file}, for https://ui.perfetto.dev")
-    draw(steps, f"{cell.cell}; {MAIN}, 400 Gbit/s. {SIMULATED}", out / "lanes.png")
+    draw(steps, f"{cell.cell}; {MAIN}, 400 Gbit/s. {SIMULATED}", picture / "lanes.png")
 
 
 def sections(options: argparse.Namespace, of: list[Run]) -> tuple[dict[str, str], Results]:
     """The texts that a race makes, by the names of their places in the README, and all figures."""
-    texts = {} if options.skip_validation else {"validation": validate.report(options.jobs).text}
+    texts = {} if options.skip_validation else {"validation": validate.report(options.out, options.jobs).text}
     for text in texts.values():
         print(text, flush=True)
-    asked, kept = list(entered(of)), options.out / "runs" / digest()
+    asked = list(entered(of))
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = dict(zip(asked, pool.map(lambda each: figures_of(run_of(*each), kept), asked), strict=True))
+        results = dict(zip(asked, pool.map(lambda each: figures_of(run_of(*each), options.out), asked), strict=True))
     texts |= {"comparison": comparison(results, of), "ahead": ahead(results, of), "cells": per_cell(results, of)}
     return texts, results
 
@@ -123,13 +115,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.trace:
         model, ranks, batch, checkpointing = options.trace
-        return lanes(cells([model], [int(ranks)], [batch], [checkpointing])[0], options.out)
+        return lanes(cells([model], [int(ranks)], [batch], [checkpointing])[0], options.out, options.out)
     of = cells(options.models, options.ranks, options.batches, options.checkpointing)
     texts, results = sections(options, of)
     whole = "\n\n".join([SIMULATED, *texts.values()])
     print(whole)
     leave(options.out, "race", {f"{cell.cell}: {name}": found for (cell, name), found in results.items()}, whole)
-    lanes(of[0], HERE if options.readme else options.out)
+    lanes(of[0], options.out, HERE if options.readme else options.out)
     if options.readme:
         page = HERE / "README.md"
         page.write_text(written_into(page.read_text(), texts))

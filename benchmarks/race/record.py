@@ -52,7 +52,13 @@ def logged(run: Run, steps: int = STEPS, looks: Callable[[Training, torch.optim.
         log = device.take_log()
         del training, optimizer
         gc.collect()
-    return list(log)
+    return _by_appearance(log)
+
+
+def _by_appearance(log: list[Any]) -> list[Any]:
+    """Streams are numbered as they appear, and not as all runs of this process have made them."""
+    numbers = {0: 0}
+    return [(kind, name, numbers.setdefault(stream, len(numbers)), *rest) for kind, name, stream, *rest in log]
 
 
 def _step(training: Training, optimizer: torch.optim.Optimizer, run: Run, looks: Callable[..., None]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common.report import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("zero3", "benchmarks/race", "tests/device")  # what a figure depends on, beside torch
@@ -65,6 +69,20 @@ def apart(name: str, run: Run) -> Any:
     processes.set_forkserver_preload([RECORD])  # imports are made once
     with ProcessPoolExecutor(1, mp_context=processes) as one:
         return one.submit(_called, name, run).result()
+
+
+def kept(name: str, run: Run, folder: Path) -> Any:
+    """As `apart`, once for each state of all sources: so a race that was ended goes on where it was."""
+    file = folder / "runs" / digest() / f"{run.slug}.{name}"
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    found = apart(name, run)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as scratch:
+        scratch.write(pickle.dumps(found))
+    Path(scratch.name).replace(file)
+    progress(f"{run.slug}: {name}")
+    return found
 
 
 def _called(name: str, run: Run) -> Any:

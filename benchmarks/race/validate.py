@@ -12,15 +12,16 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import markdown
 from benchmarks.race.machines import GIB, H100, H100_500W, REACHED
 from benchmarks.race.models import SHAPES
-from benchmarks.race.runs import Run, apart
+from benchmarks.race.runs import Run, kept
 from tests.device.clock import HOSTS, Clocks, Step
 from zero3.planning.cluster import PRODUCT
 
@@ -131,13 +132,13 @@ def by_cause(told: dict[str, Any], found: dict[str, float]) -> list[Verdict]:
     return [Verdict(f"FSDPMemTracker: {cause}, GiB", found[cause] / GIB, nbytes / GIB, OF_TRACKERS) for cause, nbytes in theirs.items()]
 
 
-def trackers() -> list[Verdict]:
+def trackers(out: Path) -> list[Verdict]:
     """torch's own, beside the simulation."""
-    plain = Clocks(H100).replay(apart("logged", replace(TRACKED, system="plain", ranks=1)))[-1]
+    plain = Clocks(H100).replay(kept("logged", replace(TRACKED, system="plain", ranks=1), out))[-1]
     roofline = Verdict(
         "RuntimeEstimator: forward and backward of plain torch, ms", 1e3 * plain.phases["clip"], 1e3 * _judge("computation")["seconds"]
     )
-    return [*by_cause(_judge("memory"), apart("causes", TRACKED)), roofline]
+    return [*by_cause(_judge("memory"), kept("causes", TRACKED, out)), roofline]
 
 
 def rows_of(cell: Published, log: Log, step: Step) -> list[str]:
@@ -157,12 +158,12 @@ class Report:
     misses: int
 
 
-def report(jobs: int = 2) -> Report:
+def report(out: Path, jobs: int = 2) -> Report:
     """All of it. A fit that is not the one that machines.py has is a miss."""
     with ThreadPoolExecutor(jobs) as pool:
-        torchs = pool.submit(trackers)
+        torchs = pool.submit(trackers, out)
         cells = [*FITTED, *JUDGED]
-        logs = dict(zip(cells, pool.map(lambda cell: apart("logged", cell.run), cells), strict=True))
+        logs = dict(zip(cells, pool.map(lambda cell: kept("logged", cell.run, out), cells), strict=True))
         told = torchs.result()
     steps = {cell: simulated(cell, log) for cell, log in logs.items()}
     share, apart_by = Verdict("fitted share of FLOP/s", fit(logs), REACHED, 0.02), difference(steps)
@@ -186,9 +187,5 @@ def _misses(of: Iterable[Verdict]) -> int:
     return sum(each.missed for each in of)
 
 
-def main(say: Callable[[str], None] = print) -> None:
-    say(report().text)
-
-
 if __name__ == "__main__":
-    main()
+    print(report(Path("race")).text)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.race import main, tables
+from benchmarks.race import main, runs, tables
 from benchmarks.race.machines import CAPACITY, GIB, MACHINES
 from benchmarks.race.runs import SOURCES, Run, digest
 from benchmarks.race.validate import Verdict
@@ -21,9 +21,9 @@ CELL = Run("zero3", "8b", 8, 1, 2048)
 
 def figures(seconds: float = 1.0, allocated: float = 10 * GIB, reserved: float = 20 * GIB, launches: int = 9) -> dict[str, Any]:
     one = {
-        "seconds": seconds, "exposed": 0.1, "starved": 0.0, "launches": launches, "collectives": {"all_gather": 3}, "moved": {"all_gather": 8},
-        "copies": [2, 1], "copied": [4, 2], "host_waits": 0, "waits": [], "allocated": allocated, "reserved": reserved,
-        "phases": {"backward": 0.3, "clip": 0.8, "optimizer": 0.9},
+        "seconds": seconds, "exposed": 0.1, "starved": 0.0, "launches": launches, "collectives": {"all_gather": 3},
+        "moved": {"all_gather": 8}, "copies": [2, 1], "copied": [4, 2], "host_waits": 0, "waits": [], "allocated": allocated,
+        "reserved": reserved, "phases": {"backward": 0.3, "clip": 0.8, "optimizer": 0.9},
     }  # fmt: skip
     return {"steps": {f"{machine}, {link}, {host}": one for machine in MACHINES for link in (400, 200, 100) for host in HOSTS}}
 
@@ -90,12 +90,12 @@ def test_a_run_that_ends_its_process_is_an_error_of_that_run_alone(tmp_path: Pat
     def fail(name: str, run: Run) -> Any:
         raise RuntimeError("out of room")
 
-    monkeypatch.setattr(main, "apart", fail)
+    monkeypatch.setattr(runs, "apart", fail)
     assert main.figures_of(CELL, tmp_path) == {"error": "RuntimeError: out of room"}
     assert not list(tmp_path.iterdir()), "an error is not kept"
-    monkeypatch.setattr(main, "apart", lambda name, run: {**figures(), "recorded": 1.0, "replayed": 1.0})
+    monkeypatch.setattr(runs, "apart", lambda name, run: figures())
     found = main.figures_of(CELL, tmp_path)
-    monkeypatch.setattr(main, "apart", fail)
+    monkeypatch.setattr(runs, "apart", fail)
     assert main.figures_of(CELL, tmp_path) == found
 
 
