@@ -185,14 +185,14 @@ FAULTS = [
     ),
     Fault(
         "full buffers are never given back",
-        "core/chunk.py",
+        "core/full_buffer.py",
         "free(self) -> None:\n        self._storage.resize_(0)",
         "free(self) -> None:\n        pass",
         "core/memory",
     ),
     Fault(
         "what is parked stays on the device",
-        "core/chunk.py",
+        "core/full_buffer.py",
         "give_back(self) -> None:\n        self._storage.resize_(0)",
         "give_back(self) -> None:\n        pass",
         "offload/parked",

@@ -22,7 +22,7 @@ from tests.support.stacks import loss_of, stack
 from zero3 import ShardingPolicy
 from zero3.access import states_of
 from zero3.core.autograd import as_plain_tensors
-from zero3.core.chunk import MovableMemory
+from zero3.core.full_buffer import MovableMemory
 from zero3.core.layer_state import accounts_of
 
 

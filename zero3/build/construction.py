@@ -31,7 +31,7 @@ from ..comm.factory import (
 from ..comm.plain_values import not_copied
 from ..conductors.comparing import conductor_for
 from ..core.casting import caller_for
-from ..core.chunk import Lifetime
+from ..core.full_buffer import Lifetime
 from ..core.ignored import IgnoredGradient
 from ..core.layer_state import Behaviour, LayerState
 from ..core.parameters import (

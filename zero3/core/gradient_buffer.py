@@ -99,26 +99,38 @@ class GradientBuffer:
         """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are
         not written. `told`: the trailers are.
         """
-        layout, together = self.layout, []
+        layout = self.layout
         if self.full is None:
             self.full = torch.empty(layout.numel, dtype=self._dtype, device=self._device)
         few = len(layout.sizes) <= FEW
+        together = self._write_alone(self.full, few=few)
+        n, told = layout.trailer, told and layout.trailer > 0
+        if told and not few and layout.of.bounds is None:
+            told = False
+            self.full.view(-1, layout.of.shard_numel + n)[:, -n:] = self.trailer(n, self.full.dtype)
+        if together or told:
+            self._write_together(self.full, together, told=told)
+        return self.full
+
+    def _write_alone(self, full: Tensor, *, few: bool) -> list[int]:
+        """Writes gradients that go one by one, and returns the slots of the others. `few`: pieces
+        of small ones can go together.
+        """
+        together = []
         for index in list(self.came):
             gradient = self.came[index]
             plain = gradient.layout == torch.strided and gradient.is_contiguous()
             if few and plain and gradient.numel() <= SMALL:
                 together.append(index)
             else:
-                self._write(self.full, index, gradient)
+                self._write(full, index, gradient)
                 del self.came[index]
             del gradient
-        n, told = layout.trailer, told and layout.trailer > 0
-        if told and not few and layout.of.bounds is None:
-            told = False
-            self.full.view(-1, layout.of.shard_numel + n)[:, -n:] = self.trailer(n, self.full.dtype)
-        if not (together or told):
-            return self.full
-        pieces = self.full.split_with_sizes(layout.sizes)
+        return together
+
+    def _write_together(self, full: Tensor, together: list[int], *, told: bool) -> None:
+        layout, n = self.layout, self.layout.trailer
+        pieces = full.split_with_sizes(layout.sizes)
         places, values = list[Tensor](), list[Tensor]()
         for index in together:
             numbers, lengths = layout.cells[index]
@@ -132,9 +144,8 @@ class GradientBuffer:
             values += [trailer] * layout.of.world_size
         if places:  # an empty slot has none
             copy_together(places, values)
-        self.written.update(together)
+        self.written.update(together)  # only now: if the copy raises, the gradients stay
         self.came.clear()
-        return self.full
 
     def _to_add_to(self) -> Tensor:
         full = self.flat()

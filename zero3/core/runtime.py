@@ -22,8 +22,8 @@ from torch import nn
 from ..comm.communicator import Communicator
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
-from .chunk import Lifetime
 from .collectives import Activity, Agree, CompareLogs, Look, Round
+from .full_buffer import Lifetime
 from .layer_state import LayerState, Presence, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, Order
 

@@ -89,7 +89,7 @@ def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[L
     return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
 
 
-class _Step(dict[str, Any]):
+class _Running(dict[str, Any]):
     """The keyword arguments of a step: alive as long as it runs."""
 
 
@@ -105,7 +105,7 @@ class _Watched:
         self._left, self._warned = LeftAlone(), warned
         self._ends = False  # whether it hears of the steps' ends
         # the outer one's, while a subclass's step calls its base's: a step that has raised is gone
-        self._step: weakref.ref[_Step] = weakref.ref(_Step())
+        self._step: weakref.ref[_Running] = weakref.ref(_Running())
 
     def _states(self) -> list[LayerState]:
         return [state for owner in self.owners if (state := owner()) is not None]
@@ -124,7 +124,7 @@ class _Watched:
         """
         if self._step() is not None:
             return None
-        step = _Step(kwargs)
+        step = _Running(kwargs)
         self._step = weakref.ref(step)
         self._look(optimizer)
         return args, step
@@ -174,7 +174,7 @@ class _Watched:
             self._look(optimizer)
             return loss
 
-        step = _Step(kwargs)
+        step = _Running(kwargs)
         self._step = weakref.ref(step)
         if "closure" in kwargs:
             step["closure"] = looked_at

@@ -23,9 +23,9 @@ from ..comm.mesh import shards_of
 from ..comm.streams import give_cache_back
 from ..conductors.conducted import unconducted
 from ..core.autograd import as_plain_tensors, tensors_in
-from ..core.chunk import MovableMemory
 from ..core.collectives import Collective
 from ..core.flat import not_a_number
+from ..core.full_buffer import MovableMemory
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState, accounts_of, ignored_of
 from ..door import Door, used_between

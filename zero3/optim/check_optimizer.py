@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..access import states_of, used
+from ..access import used
 from ..comm.agreement import agreeing
 from ..comm.plain_values import encode_scalar
 from ..core.chunk import Chunk, Part
