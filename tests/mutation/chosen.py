@@ -285,8 +285,8 @@ FAULTS = [
     Fault(
         "a layer given back while it is filled",
         "core/chunk.py",
-        "        self.finish_fetch()\n        self.full.filled = False",
-        "        self.full.filled = False",
+        "        self.finish_fetch()\n        self.full.forget()",
+        "        self.full.forget()",
         "core/ordering_fuzz",
     ),
 ]

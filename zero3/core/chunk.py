@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.communicator import Bounds, Communicator, is_first
 from ..comm.errors import NamingFailures
@@ -489,7 +488,7 @@ class Chunk:
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
-            self.full.filled = True
+            self.full.arrive()
             if self._usual is not None:
                 self._show_values()
         self.room = None
@@ -521,18 +520,18 @@ class Chunk:
 
     def release(self) -> None:
         self.finish_fetch()
-        self.full.filled = False
+        self.full.forget()
         if self._usual is not None:
             self.wire, self.full = self._usual
             self._usual = None
             self._unsee()
         elif self.full.left:
-            kept = StorageWeakRef(self.full.tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            in_use = self.full.in_use()
             self.full = self._new_buffer(self.full.tensor.dtype)
             self._unsee()
             # If views are still in use, versions must stay: a new version makes torch rebuild their
             # grad_fn from the base as it is now.
-            self.tracks_versions = self.tracks_versions and kept.expired()  # type: ignore[no-untyped-call]
+            self.tracks_versions = self.tracks_versions and not in_use()
         else:
             self.full.free()  # [release 2]
         if self.store.rests:

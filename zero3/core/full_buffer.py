@@ -4,11 +4,12 @@ The one place where storages are resized.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__: list[str] = []
 
@@ -57,6 +58,10 @@ class FullBuffer:
     def show(self, views: Sequence[Tensor]) -> None:
         self.views = views
 
+    def arrive(self) -> None:
+        """What was gathered is there."""
+        self.filled = True
+
     def forget(self) -> None:
         """What it holds is not to be used again."""
         self.filled = False
@@ -69,6 +74,11 @@ class FullBuffer:
         one.
         """
         self.left = True
+
+    def in_use(self) -> Callable[[], bool]:
+        """Returns what tells, once the chunk has another one, whether views of it are in use."""
+        kept = StorageWeakRef(self._storage)  # type: ignore[no-untyped-call]
+        return lambda: not kept.expired()  # type: ignore[no-untyped-call]
 
     def let_escape(self, tensor: Tensor) -> None:
         """If `tensor`, an output of the layer, is a view of it, the memory is left to that."""
@@ -130,7 +140,10 @@ class OwnMemory:
     def allocate(self) -> None:
         return None
 
-    forget = free = leave = allocate
+    arrive = forget = free = leave = allocate
+
+    def in_use(self) -> Callable[[], bool]:
+        return lambda: True
 
     def let_escape(self, tensor: Tensor) -> None:
         return None
