@@ -186,8 +186,8 @@ FAULTS = [
     Fault(
         "full buffers are never given back",
         "core/full_buffer.py",
-        "free(self) -> None:\n        self._storage.resize_(0)",
-        "free(self) -> None:\n        pass",
+        "free(self) -> None:\n        self.filled = False\n        self._storage.resize_(0)",
+        "free(self) -> None:\n        self.filled = False",
         "core/memory",
     ),
     Fault(
@@ -285,8 +285,8 @@ FAULTS = [
     Fault(
         "a layer given back while it is filled",
         "core/chunk.py",
-        "        self.finish_fetch()\n        self.full.forget()",
-        "        self.full.forget()",
+        "    def release(self) -> None:\n        self.finish_fetch()\n",
+        "    def release(self) -> None:\n",
         "core/ordering_fuzz",
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -101,8 +102,8 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     flow = Flow(*stages, at_once=place is not None and place.at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
-    buffer = GradientBuffer(layout, sums, chunk.device)
-    return Account(chunk, flow, buffer, added, among, saves=policy.transactional)
+    new_buffer = partial(GradientBuffer, layout, sums, chunk.device, {})
+    return Account(chunk, flow, new_buffer, added, among, saves=policy.transactional)
 
 
 def _trailer(chunk: Chunk, communicator: Communicator) -> int:

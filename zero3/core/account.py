@@ -5,6 +5,7 @@ back.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -81,14 +82,14 @@ class Account:
         self,
         chunk: Chunk,
         flow: Flow,
-        buffer: GradientBuffer,
+        new_buffer: Callable[[], GradientBuffer],
         added_as: torch.dtype,
         among: Among,
         *,
         saves: bool,
     ) -> None:
-        """`buffer`: an empty one. `added_as`: the dtype of sums over several backwards. `among`:
-        the layer's. `saves`: in each backward. (Otherwise inside of a `step_guard` alone.)
+        """`new_buffer`: makes an empty one. `added_as`: the dtype of sums over several backwards.
+        `among`: the layer's. `saves`: in each backward. (Otherwise inside of a `step_guard` alone.)
         """
         self.chunk = chunk
         self.pending = False  # whether this backward has added gradients that are not backed up yet
@@ -97,7 +98,8 @@ class Account:
         self.partial: Tensor | None = None
         self.unreached = Unreached()
         self._flow, self.among = flow, among
-        self._buffer, self.added_as = buffer, added_as
+        self._new_buffer, self.added_as = new_buffer, added_as
+        self._buffer = new_buffer()
         # parts, and the gradients that the last `keep` left with them
         self._kept: list[tuple[Part, Tensor]] = []
         # by id of the part's parameter, if its gradient was ever deferred
@@ -125,7 +127,7 @@ class Account:
             self._merge_earlier()
         gradient = self._flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
-        self._buffer, self._kept = self._buffer.like(), []
+        self._buffer, self._kept = self._new_buffer(), []
         self.pending = self.owed = False
         return gradient
 
@@ -321,7 +323,7 @@ class Account:
 
     def drop(self) -> None:
         """Drops all gradients that are not reduced yet."""
-        self._buffer, self._kept, self.partial = self._buffer.like(), [], None
+        self._buffer, self._kept, self.partial = self._new_buffer(), [], None
         self.pending = self.owed = False
         for part in self.chunk.parts:
             if isinstance(deferred := part.parameter.grad, DeferredGradient):
@@ -410,7 +412,7 @@ class Account:
         if self._saved is None:
             gradients = [part.parameter.grad for part in self.chunk.parts]
             self._saved = _Savepoint(self._buffer, self._kept, self.owed, gradients, self.partial)
-            self._buffer = self._buffer.like()
+            self._buffer = self._new_buffer()
         return self._saved
 
     def _merge_earlier(self) -> None:

@@ -233,6 +233,7 @@ class Chunk:
         compute with that. None: they gather all values.
         """
         self.whole, self.at = whole, at or whole
+        self.among = self.at  # those that gather it now
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
         self.compute_dtype, self.device = computes
         self.store, self.wire, self.face = store, wire, face
@@ -284,11 +285,6 @@ class Chunk:
     def index(self) -> int:
         """Which of the layout's slices is this rank's."""
         return self.whole.index
-
-    @property
-    def among(self) -> Placement:
-        """The ranks that gather it now."""
-        return self.at if self._usual is None else self.whole
 
     @property
     def in_part(self) -> bool:
@@ -388,7 +384,7 @@ class Chunk:
         """
         exact = as_stored and self.casts
         if self._usual is None and (exact or self.in_part) and not self.full.filled:
-            self._usual = self.wire, self.full
+            self._usual, self.among = (self.wire, self.full), self.whole
             self.full = self._new_buffer(self.shard.dtype if exact else self.compute_dtype)
             if exact:
                 self.wire = Plain()
@@ -520,10 +516,9 @@ class Chunk:
 
     def release(self) -> None:
         self.finish_fetch()
-        self.full.forget()
         if self._usual is not None:
             self.wire, self.full = self._usual
-            self._usual = None
+            self._usual, self.among = None, self.at
             self._unsee()
         elif self.full.left:
             in_use = self.full.in_use()

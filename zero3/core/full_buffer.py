@@ -67,6 +67,7 @@ class FullBuffer:
         self.filled = False
 
     def free(self) -> None:
+        self.filled = False
         self._storage.resize_(0)
 
     def leave(self) -> None:

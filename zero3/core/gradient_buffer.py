@@ -49,11 +49,11 @@ class GradientBuffer:
         layout: GradientLayout,
         dtype: torch.dtype,
         device: torch.device,
-        ones: dict[tuple[int, torch.dtype], Tensor] | None = None,
+        ones: dict[tuple[int, torch.dtype], Tensor],
     ) -> None:
         """`ones`: trailers of buffers before this one that had gradients for all slots."""
         self.layout = layout
-        self._ones = {} if ones is None else ones
+        self._ones = ones
         self.made_in = self._dtype = dtype
         self._device = device
         self.came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
@@ -69,10 +69,6 @@ class GradientBuffer:
     def held(self) -> list[Tensor]:
         """All memory of its gradients."""
         return [*self.came.values(), *([] if self.full is None else [self.full])]
-
-    def like(self) -> GradientBuffer:
-        """An empty one."""
-        return GradientBuffer(self.layout, self.made_in, self._device, self._ones)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
@@ -102,8 +98,16 @@ class GradientBuffer:
         layout = self.layout
         if self.full is None:
             self.full = torch.empty(layout.numel, dtype=self._dtype, device=self._device)
-        few = len(layout.sizes) <= FEW
-        together = self._write_alone(self.full, few=few)
+        few, together = len(layout.sizes) <= FEW, list[int]()
+        for index in list(self.came):
+            gradient = self.came[index]
+            plain = gradient.layout == torch.strided and gradient.is_contiguous()
+            if few and plain and gradient.numel() <= SMALL:
+                together.append(index)
+            else:
+                self._write(self.full, index, gradient)
+                del self.came[index]
+            del gradient
         n, told = layout.trailer, told and layout.trailer > 0
         if told and not few and layout.of.bounds is None:
             told = False
@@ -111,22 +115,6 @@ class GradientBuffer:
         if together or told:
             self._write_together(self.full, together, told=told)
         return self.full
-
-    def _write_alone(self, full: Tensor, *, few: bool) -> list[int]:
-        """Writes gradients that go one by one, and returns the slots of the others. `few`: pieces
-        of small ones can go together.
-        """
-        together = []
-        for index in list(self.came):
-            gradient = self.came[index]
-            plain = gradient.layout == torch.strided and gradient.is_contiguous()
-            if few and plain and gradient.numel() <= SMALL:
-                together.append(index)
-            else:
-                self._write(full, index, gradient)
-                del self.came[index]
-            del gradient
-        return together
 
     def _write_together(self, full: Tensor, together: list[int], *, told: bool) -> None:
         layout, n = self.layout, self.layout.trailer
