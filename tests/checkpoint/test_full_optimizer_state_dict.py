@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import zero3
-from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, plain, train
+from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, plain, reached, train
 from tests.support.models import WORLDS
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
@@ -38,11 +38,6 @@ def reference(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 def numbers(found: dict[str, Any]) -> dict[str, Tensor]:
     return {f"{name}/{key}": v for name, of in found["state"].items() for key, v in of.items() if isinstance(v, Tensor)}
-
-
-def reached(found: dict[str, Any]) -> dict[str, Any]:
-    """Without the state of what no gradient ever reached: torch has none, where it shares a chunk it is as an optimizer begins it."""
-    return {**found, "state": {name: of for name, of in found["state"].items() if not name.endswith(".idle")}}
 
 
 def shape_of(value: Any) -> Any:

@@ -42,7 +42,7 @@ def test_a_gradient_buffer_has_each_slice_and_behind_it_which_slots_came(
 
 
 def has_each_slice(layout: ChunkLayout, trailer: int, came: set[int], second: set[int]) -> None:
-    buffer = GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu"), {})
+    buffer = GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu"), torch.ones(trailer, dtype=torch.float64))
     expected = torch.zeros(layout.padded_numel, dtype=torch.float64)
     reached = {number for number in came if number < len(layout.slots)}
     for times, numbers in ((1.0, sorted(reached)), (2.0, sorted(reached & second))):
@@ -68,7 +68,10 @@ def has_each_slice(layout: ChunkLayout, trailer: int, came: set[int], second: se
 @given(layout=layouts(), came=st.sets(st.integers(0, 5)))
 def test_pieces_of_gradients_are_the_slices_of_the_buffer(layout: ChunkLayout, came: set[int]) -> None:
     trailer = len(layout.slots)
-    one, other = (GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu"), {}) for _ in range(2))
+    one, other = (
+        GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu"), torch.ones(trailer, dtype=torch.float64))
+        for _ in range(2)
+    )
     for number in sorted(came):
         if number < trailer:
             slot = layout.slots[number]
@@ -82,7 +85,7 @@ def test_pieces_of_gradients_are_the_slices_of_the_buffer(layout: ChunkLayout, c
 def test_small_gradients_and_all_trailers_are_one_copy() -> None:
     """Also those that lie in several slices. What raises there is lost by nobody."""
     layout = ChunkLayout.build([("large", (40, 3)), ("b", (16,)), ("c", (5,))], 4)
-    buffer = GradientBuffer(GradientLayout(layout, 3), torch.float32, torch.device("cpu"), {})
+    buffer = GradientBuffer(GradientLayout(layout, 3), torch.float32, torch.device("cpu"), torch.ones(3))
     for number, slot in enumerate(layout.slots):
         buffer.add(number, torch.randn(slot.shape))
     with patch.object(gradient_buffer, "copy_together", side_effect=MemoryError), pytest.raises(MemoryError):

@@ -102,7 +102,8 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     flow = Flow(*stages, at_once=place is not None and place.at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
-    new_buffer = partial(GradientBuffer, layout, sums, chunk.device, {})
+    ones = torch.ones(trailer, dtype=sums, device=chunk.device)
+    new_buffer = partial(GradientBuffer, layout, sums, chunk.device, ones)
     return Account(chunk, flow, new_buffer, added, among, saves=policy.transactional)
 
 

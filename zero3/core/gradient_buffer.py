@@ -49,9 +49,9 @@ class GradientBuffer:
         layout: GradientLayout,
         dtype: torch.dtype,
         device: torch.device,
-        ones: dict[tuple[int, torch.dtype], Tensor],
+        ones: Tensor,
     ) -> None:
-        """`ones`: trailers of buffers before this one that had gradients for all slots."""
+        """`ones`: the trailer where gradients came for all slots, `[n]` in `dtype`."""
         self.layout = layout
         self._ones = ones
         self.made_in = self._dtype = dtype
@@ -126,8 +126,8 @@ class GradientBuffer:
             values += self.came[index].view(-1).split_with_sizes(lengths)
         if told:  # of the other values' dtype, which one kernel needs
             dtype = values[0].dtype if values else self._dtype
-            trailer = None if self.missing else self._ones.get((n, dtype))
-            trailer = self.trailer(n, dtype) if trailer is None else trailer
+            whole = not self.missing and dtype == self._ones.dtype
+            trailer = self._ones if whole else self.trailer(n, dtype)
             places += map(pieces.__getitem__, layout.cells[-1].numbers)
             values += [trailer] * layout.of.world_size
         if places:  # an empty slot has none
@@ -166,9 +166,9 @@ class GradientBuffer:
         if self.missing:
             known = [slot in self.came or slot in self.written for slot in range(numel)]
             return on_device(torch.tensor(known, dtype=dtype), self._device)
-        if (numel, dtype) not in self._ones:
-            self._ones[numel, dtype] = torch.ones(numel, dtype=dtype, device=self._device)
-        return self._ones[numel, dtype]
+        if (numel, dtype) == (self._ones.numel(), self._ones.dtype):
+            return self._ones
+        return torch.ones(numel, dtype=dtype, device=self._device)
 
     def _fits(self, gradient: Tensor) -> bool:
         # then the bytes in memory are not the values
