@@ -87,14 +87,16 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> list[float]:
-    """All ranks take the same words, so that a plain model can follow."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], *, zeros: bool = False) -> list[float]:
+    """All ranks take the same words, so that a plain model can follow. `zeros`: a missing gradient counts as zeros, as in DeepSpeed."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
         words = torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
         loss.backward()
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if zeros and p.grad is None):
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         losses.append(loss.item())
     return losses
