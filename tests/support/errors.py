@@ -66,7 +66,7 @@ def errors() -> dict[str, dict[str, str]]:
 def section() -> str:
     lines = [HEADING, INTRODUCTION]
     for room, texts in errors().items():
-        lines.append(f"\n**`zero3.{room}`**\n\n")
+        lines.append(f"\n**`zero3/{room}`**\n\n")
         lines += [f"* `` {text} ``{f' ({kind})' if kind.endswith('Error') else ''}\n" for text, kind in sorted(texts.items())]
     return "".join(lines)
 
