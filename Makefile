@@ -79,7 +79,7 @@ docs: $(VENV)/.docs  ## build the documentation's site, docs/_build/html; a warn
 	@echo "Open docs/_build/html/index.html"
 
 site: docs  ## build the site, and render every page in Chromium at the width of a desk and of a phone: is anything cut off?
-	@command -v chromium chromium-browser google-chrome > /dev/null || { \
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
 		apt-get -qq -o Acquire::Retries=3 update && apt-get -qq -y -o Acquire::Retries=3 install --no-install-recommends chromium > /dev/null; }
 	$(BIN)/python tests/rendered_site.py $(ARGS)
 

@@ -57,13 +57,13 @@ def when() -> int:
 
 def settle(source: Path) -> None:
     """Rewrites a source distribution without what is this machine's: times, owners, the order of its files."""
-    content = io.BytesIO()
+    content, at = io.BytesIO(), when()
     with tarfile.open(source) as old, tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda member: member.name):
-            member.mtime, member.uid, member.gid, member.uname, member.gname, member.pax_headers = when(), 0, 0, "", "", {}
+            member.mtime, member.uid, member.gid, member.uname, member.gname, member.pax_headers = at, 0, 0, "", "", {}
             member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
             new.addfile(member, old.extractfile(member) if member.isfile() else None)
-    source.write_bytes(gzip.compress(content.getvalue(), mtime=when()))
+    source.write_bytes(gzip.compress(content.getvalue(), mtime=at))
 
 
 def again(folder: Path) -> None:
@@ -75,7 +75,7 @@ def again(folder: Path) -> None:
             shutil.copy(ROOT / name, copy / name)
         environment = {**os.environ, "SOURCE_DATE_EPOCH": str(when())}
         building = [sys.executable, "-m", "build", "--no-isolation", "--outdir", place]
-        subprocess.run(building, cwd=copy, env=environment, capture_output=True, check=True)
+        subprocess.run(building, cwd=copy, env=environment, stdout=subprocess.DEVNULL, check=True)
         settle(*Path(place).glob("*.tar.gz"))
         for built in (path for path in folder.iterdir() if path.suffix in (".gz", ".whl")):
             if built.read_bytes() != Path(place, built.name).read_bytes():

@@ -82,10 +82,12 @@ def rendered(site: Path, widths: tuple[int, ...] = (DESK, PHONE)) -> list[dict[s
 
 
 def browser(*arguments: str, place: str) -> str:
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         raise SystemExit("There is no Chromium: `apt-get install chromium`, or your system's package")
     done = subprocess.run([program, *QUIET, f"--user-data-dir={place}/profile", *arguments], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise SystemExit(f"{program} ended with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout
 
 

@@ -1,4 +1,4 @@
-"""docs/faq.md lists every error that the package raises. This reads them out of the source.
+"""docs/faq.md lists the errors that the package raises, as far as their texts stand where they are made. This reads them out of the source.
 
 python -m tests.support.errors           the list
 python -m tests.support.errors --write   puts it into docs/faq.md, behind its last heading
@@ -13,10 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "faq.md"
-HEADING = "## Every error, by its first words\n"
+HEADING = "## All errors, by their first words\n"
 INTRODUCTION = """
 A search on this page for an error's first words finds it here. "..." stands where a message has names and numbers. What to do stands
-in the message itself; above is more about those that people meet.
+in the message itself; above is more about those that people meet. The list is read out of the source: a text that is put together
+elsewhere than where it is raised is not in it.
 """
 LETTERS = 12  # of a text that can be searched for
 
@@ -30,9 +31,11 @@ def text_of(node: ast.expr, constants: dict[str, ast.expr]) -> str:
         return "".join(value.value if isinstance(value, ast.Constant) else "..." for value in node.values)  # type: ignore[misc]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return (text_of(node.left, constants) or "...") + (text_of(node.right, constants) or "...")
-    if isinstance(node, ast.IfExp):
-        return text_of(node.body, constants) or text_of(node.orelse, constants)
     return ""
+
+
+def either(node: ast.expr) -> list[ast.expr]:
+    return [*either(node.body), *either(node.orelse)] if isinstance(node, ast.IfExp) else [node]
 
 
 def raised(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -40,7 +43,11 @@ def raised(tree: ast.Module) -> Iterator[tuple[str, str]]:
     constants = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).endswith(("Error", "refuse", "Refused")) and node.args:
-            texts = [" ".join(text_of(argument, constants).split()) for argument in node.args]
+            given = [each for argument in node.args for each in either(argument)]
+            texts = [" ".join(text_of(each, constants).split()) for each in given]
+            if any(isinstance(argument, ast.IfExp) for argument in node.args):
+                yield from ((name, text) for text in texts if sum(map(str.isalpha, text)) >= LETTERS)
+                continue
             text = f"{texts[0]} of a sharded model: {texts[1]}" if name.endswith("refuse") and len(texts) == 3 else max(texts, key=len)
             if sum(map(str.isalpha, text)) >= LETTERS:
                 yield name, text
@@ -59,7 +66,7 @@ def errors() -> dict[str, dict[str, str]]:
 def section() -> str:
     lines = [HEADING, INTRODUCTION]
     for room, texts in errors().items():
-        lines.append(f"\n**`zero3.{room}`**\n\n")
+        lines.append(f"\n**`zero3/{room}`**\n\n")
         lines += [f"* `` {text} ``{f' ({kind})' if kind.endswith('Error') else ''}\n" for text, kind in sorted(texts.items())]
     return "".join(lines)
 
