@@ -72,10 +72,11 @@ def test_parked_leaves_one_percent_of_the_bytes_on_the_device(to: str, name: str
         optimizer.step()
         return on_host([p.detach() for p in model.parameters()])
 
+    whole = 4 * WIDE * (WIDE + 1) * 4 / 2  # a rank's chunks
     parked = run(2, body)
     for (before, inside, after, values), expected in zip(parked, run(2, plain), strict=True):
         if name == "offload":  # nothing of the model was there: what stays is a batch's
-            assert before <= 4096
+            assert before * 100 <= whole
         else:
             assert before > 10**6 and inside * 100 <= before
         assert after <= before

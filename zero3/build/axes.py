@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -102,9 +101,9 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     flow = Flow(*stages, at_once=place is not None and place.at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
-    ones = torch.ones(trailer, dtype=sums, device=chunk.device)
-    new_buffer = partial(GradientBuffer, layout, sums, chunk.device, ones)
-    return Account(chunk, flow, new_buffer, added, among, saves=policy.transactional)
+    ones = torch.ones(trailer, dtype=chunk.compute_dtype, device=chunk.device)
+    buffer = GradientBuffer(layout, sums, chunk.device, ones)
+    return Account(chunk, flow, buffer, added, among, saves=policy.transactional)
 
 
 def _trailer(chunk: Chunk, communicator: Communicator) -> int:

@@ -5,7 +5,6 @@ back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -82,13 +81,13 @@ class Account:
         self,
         chunk: Chunk,
         flow: Flow,
-        new_buffer: Callable[[], GradientBuffer],
+        buffer: GradientBuffer,
         added_as: torch.dtype,
         among: Among,
         *,
         saves: bool,
     ) -> None:
-        """`new_buffer`: makes an empty one. `added_as`: the dtype of sums over several backwards.
+        """`buffer`: an empty one. `added_as`: the dtype of sums over several backwards.
         `among`: the layer's. `saves`: in each backward. (Otherwise inside of a `step_guard` alone.)
         """
         self.chunk = chunk
@@ -98,8 +97,7 @@ class Account:
         self.partial: Tensor | None = None
         self.unreached = Unreached()
         self._flow, self.among = flow, among
-        self._new_buffer, self.added_as = new_buffer, added_as
-        self._buffer = new_buffer()
+        self._buffer, self.added_as = buffer, added_as
         # parts, and the gradients that the last `keep` left with them
         self._kept: list[tuple[Part, Tensor]] = []
         # by id of the part's parameter, if its gradient was ever deferred
@@ -127,7 +125,7 @@ class Account:
             self._merge_earlier()
         gradient = self._flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
-        self._buffer, self._kept = self._new_buffer(), []
+        self._buffer, self._kept = self._buffer.fresh(), []
         self.pending = self.owed = False
         return gradient
 
@@ -323,7 +321,7 @@ class Account:
 
     def drop(self) -> None:
         """Drops all gradients that are not reduced yet."""
-        self._buffer, self._kept, self.partial = self._new_buffer(), [], None
+        self._buffer, self._kept, self.partial = self._buffer.fresh(), [], None
         self.pending = self.owed = False
         for part in self.chunk.parts:
             if isinstance(deferred := part.parameter.grad, DeferredGradient):
@@ -412,7 +410,7 @@ class Account:
         if self._saved is None:
             gradients = [part.parameter.grad for part in self.chunk.parts]
             self._saved = _Savepoint(self._buffer, self._kept, self.owed, gradients, self.partial)
-            self._buffer = self._new_buffer()
+            self._buffer = self._buffer.fresh()
         return self._saved
 
     def _merge_earlier(self) -> None:

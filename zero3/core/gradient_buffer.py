@@ -51,7 +51,7 @@ class GradientBuffer:
         device: torch.device,
         ones: Tensor,
     ) -> None:
-        """`ones`: the trailer where gradients came for all slots, `[n]` in `dtype`."""
+        """`ones`: the trailer if gradients came for all slots, `[n]` in the gradients' dtype."""
         self.layout = layout
         self._ones = ones
         self.made_in = self._dtype = dtype
@@ -69,6 +69,10 @@ class GradientBuffer:
     def held(self) -> list[Tensor]:
         """All memory of its gradients."""
         return [*self.came.values(), *([] if self.full is None else [self.full])]
+
+    def fresh(self) -> GradientBuffer:
+        """An empty one, as this one was made."""
+        return GradientBuffer(self.layout, self.made_in, self._device, self._ones)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
@@ -111,7 +115,9 @@ class GradientBuffer:
         n, told = layout.trailer, told and layout.trailer > 0
         if told and not few and layout.of.bounds is None:
             told = False
-            self.full.view(-1, layout.of.shard_numel + n)[:, -n:] = self.trailer(n, self.full.dtype)
+            self.full.view(-1, layout.of.shard_numel + n)[:, -n:] = self.trailer(
+                n, self._ones.dtype
+            )
         if together or told:
             self._write_together(self.full, together, told=told)
         return self.full
@@ -125,9 +131,7 @@ class GradientBuffer:
             places += map(pieces.__getitem__, numbers)
             values += self.came[index].view(-1).split_with_sizes(lengths)
         if told:  # of the other values' dtype, which one kernel needs
-            dtype = values[0].dtype if values else self._dtype
-            whole = not self.missing and dtype == self._ones.dtype
-            trailer = self._ones if whole else self.trailer(n, dtype)
+            trailer = self.trailer(n, values[0].dtype if values else self._ones.dtype)
             places += map(pieces.__getitem__, layout.cells[-1].numbers)
             values += [trailer] * layout.of.world_size
         if places:  # an empty slot has none
