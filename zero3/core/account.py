@@ -125,7 +125,7 @@ class Account:
             self._merge_earlier()
         gradient = self._flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
-        self._buffer, self._kept = self._buffer.fresh(), []
+        self._buffer, self._kept = GradientBuffer(*self._buffer.like), []
         self.pending = self.owed = False
         return gradient
 
@@ -321,7 +321,7 @@ class Account:
 
     def drop(self) -> None:
         """Drops all gradients that are not reduced yet."""
-        self._buffer, self._kept, self.partial = self._buffer.fresh(), [], None
+        self._buffer, self._kept, self.partial = GradientBuffer(*self._buffer.like), [], None
         self.pending = self.owed = False
         for part in self.chunk.parts:
             if isinstance(deferred := part.parameter.grad, DeferredGradient):
@@ -410,7 +410,7 @@ class Account:
         if self._saved is None:
             gradients = [part.parameter.grad for part in self.chunk.parts]
             self._saved = _Savepoint(self._buffer, self._kept, self.owed, gradients, self.partial)
-            self._buffer = self._buffer.fresh()
+            self._buffer = GradientBuffer(*self._buffer.like)
         return self._saved
 
     def _merge_earlier(self) -> None:

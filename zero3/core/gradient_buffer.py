@@ -39,6 +39,7 @@ class GradientBuffer:
         "came",
         "full",
         "layout",
+        "like",
         "made_in",
         "missing",
         "written",
@@ -52,6 +53,8 @@ class GradientBuffer:
         ones: Tensor,
     ) -> None:
         """`ones`: the trailer if gradients came for all slots, `[n]` in the gradients' dtype."""
+        # its arguments, for the next one
+        self.like = layout, dtype, device, ones
         self.layout = layout
         self._ones = ones
         self.made_in = self._dtype = dtype
@@ -69,10 +72,6 @@ class GradientBuffer:
     def held(self) -> list[Tensor]:
         """All memory of its gradients."""
         return [*self.came.values(), *([] if self.full is None else [self.full])]
-
-    def fresh(self) -> GradientBuffer:
-        """An empty one, as this one was made."""
-        return GradientBuffer(self.layout, self.made_in, self._device, self._ones)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
@@ -131,7 +130,9 @@ class GradientBuffer:
             places += map(pieces.__getitem__, numbers)
             values += self.came[index].view(-1).split_with_sizes(lengths)
         if told:  # of the other values' dtype, which one kernel needs
-            trailer = self.trailer(n, values[0].dtype if values else self._ones.dtype)
+            dtype, trailer = values[0].dtype if values else self._ones.dtype, self._ones
+            if self.missing or dtype != trailer.dtype:
+                trailer = self.trailer(n, dtype)
             places += map(pieces.__getitem__, layout.cells[-1].numbers)
             values += [trailer] * layout.of.world_size
         if places:  # an empty slot has none
