@@ -395,7 +395,7 @@ def run_sharded(
     with ForwardPass(runtime, entry):
         if transforms_under_way():
             refuse_transforms(state)
-        runtime.pre_forward(state)
+        runtime.pre_forward(state, (args, kwargs))
         with state.forward_span, uncached_autocast():
             output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
