@@ -70,8 +70,8 @@ def parked(
             it, and nothing has moved.
 
         If memory is short at the end, every rank raises a RuntimeError that names the rank and the
-        bytes. Nothing is lost: the model stays parked, and the context's `__exit__(None, None,
-        None)` on all ranks tries again.
+        bytes. Nothing is lost: the model stays parked, and all ranks may try again by the context's
+        `__exit__(None, None, None)`.
 
     Example::
 
