@@ -35,6 +35,11 @@ def test_all_pairs_live_on_threads_as_in_one_process(names: Names) -> None:
     live_together(names, lead)
 
 
+@pytest.mark.parametrize("names", [("resident_bytes 3000", "joinable uneven", "forward nobody walks")], ids=" + ".join)
+def test_rows_that_were_wrong_once_though_no_two_of_them_were(names: Names) -> None:
+    lead(names)
+
+
 def test_every_pair_is_in_a_life_that_is_as_exact() -> None:
     assert {pair for life in LIVES for pair in held(life)} == set(PAIRS)
     assert all(is_free(life) for life in LIVES)

@@ -245,6 +245,8 @@ class LayerState:
     def take_part_in_gather(self) -> None:
         """Takes part in a gather that only other ranks need."""
         if any(self.stays(chunk) for chunk in self.chunks):
+            # after a forward that no backward has walked, as the others do in their next one
+            self.release(Lifetime.PASS)
             for chunk in self.chunks:
                 chunk.make_room()
             self.presence = Presence.FETCHING
