@@ -19,6 +19,7 @@ from torch import nn
 from .build.construction import Request, all_but, build_state, device_of
 from .comm.factory import Dealer
 from .comm.plain_values import name_of
+from .conductors.noting import keep_transfers
 from .core.autograd import (
     attributes_of,
     mark_upstream,
@@ -499,6 +500,7 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
         if layer._runtime is not None:
             layer._runtime.reset()
         layer._runtime = runtime
+    keep_transfers(states)
     return runtime
 
 

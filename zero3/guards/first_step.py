@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.communicator import is_first
+from ..comm.ring import OUTSIDE, STEP
 from ..core.collectives import Use
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
@@ -59,6 +60,7 @@ class Steps:
             self._known[optimizer] = steps
             for text in steps.problems(optimizer) if first else ():
                 _log.warning("%s", text)
+        steps.tell(STEP, "step")
         if steps.owners and (len(args) > 1 or kwargs):
             return steps.begin_in_closure(optimizer, args, kwargs)
         for owner in steps.owners:
@@ -95,10 +97,17 @@ class _Watched:
         states = dict.fromkeys(each for p in held if isinstance(each := state_of(p), LayerState))
         self.owners = [Owner(state) for state in states]
         self._left, self._warned = LeftAlone(), warned
+        if any(state.log.ring is not None for state in states):
+            optimizer.register_step_post_hook(lambda *_: self.tell(OUTSIDE, "outside"))
         self._ends = False  # whether it hears of the steps' ends
 
     def _states(self) -> list[LayerState]:
         return [state for owner in self.owners if (state := owner()) is not None]
+
+    def tell(self, direction: int, mark: str) -> None:
+        """The models' rings: a step begins, or is over."""
+        for log in {state.log for state in self._states()}:
+            log.step(direction, mark)
 
     def problems(self, optimizer: Optimizer) -> list[str]:
         """What rank 0 warns of before the first step."""
