@@ -44,9 +44,9 @@ _LONGEST = 200  # characters of a name
 
 
 class Event(NamedTuple):
-    """What a rank has begun. A mark has the number of the transfer before it."""
+    """What a rank has begun. What `moves` nothing has the number of the transfer before it."""
 
-    event: int
+    moves: bool
     number: int
     doing: str
     layer: str | None
@@ -62,6 +62,7 @@ class Read(NamedTuple):
     about: dict[str, Any]
     events: list[Event]  # the oldest first
     completed: int | None
+    closed: bool  # nobody writes it any more: the model is gone, or the process has ended well
 
 
 class Ring:
@@ -209,11 +210,15 @@ def _about(head: bytes) -> dict[str, Any]:
     if not head.startswith(_MAGIC):
         raise ValueError("it does not begin as a ring does")
     kinds = {"model": str, "rank": int, "world_size": int, "host": str, "pid": int}
-    found = json.loads(head[_ABOUT:_EVENTS].rstrip(b"\0"))
+    try:
+        found = json.loads(head[_ABOUT:_EVENTS].rstrip(b"\0"))
+    except RecursionError:
+        found = None
     well_formed = isinstance(found, dict) and isinstance(found.get("started"), int | float)
     if not well_formed or any(type(found.get(key)) is not kind for key, kind in kinds.items()):
         raise ValueError("its header is malformed")
-    if found["pid"] < 1 or not 0 <= found["rank"] < found["world_size"]:
+    small = 0 < found["pid"] < 1 << 31 and found["world_size"] <= 1 << 20
+    if not small or not 0 <= found["rank"] < found["world_size"]:
         raise ValueError("its header is malformed")
     return found
 
@@ -231,26 +236,27 @@ def read(path: Path) -> Read:
     if len(raw) != SIZE:
         raise ValueError(f"it has {len(raw)} bytes where a ring has {SIZE}")
     about = _about(raw)
-    held, over = struct.unpack_from("<QQ", raw, 8 * _HELD)
+    held, over, closed = struct.unpack_from("<QQQ", raw, 8 * _HELD)
     names = dict(_names(raw[_NAMES:]))
-    events = []
+    events: list[Event] = []
+    before = 0
     for event in range(max(0, held - _CAPACITY), held) if held < 1 << 48 else ():
         when, packed, forward = struct.unpack_from(
             "<QQQ", raw, _EVENTS + event % _CAPACITY * _WIDTH * 8
         )
         doing, layer, identity = names.get(packed >> 2 & (1 << 22) - 1, ("other", None, 0))
-        direction = DIRECTIONS[packed & 3]
-        events.append(
-            Event(event, packed >> 24, doing, layer, identity, direction, forward, when)
-        )
+        number, direction = packed >> 24, DIRECTIONS[packed & 3]
+        moves = number > before and (events != [] or held <= _CAPACITY)
+        events.append(Event(moves, number, doing, layer, identity, direction, forward, when))
+        before = number
     numbers = [each.number for each in events]
     if numbers != sorted(numbers) or (held and not events):
         raise ValueError("its events are not in a row")
-    return Read(about, events, over or None)
+    return Read(about, events, over or None, closed != 0)
 
 
 def _names(raw: bytes) -> Iterator[tuple[int, tuple[str, str | None, int]]]:
     for line in raw.rstrip(b"\0").split(b"\n"):
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError, OverflowError, RecursionError):
             code, doing, layer, identity = json.loads(line)
             yield int(code), (str(doing), layer and str(layer), int(identity))
