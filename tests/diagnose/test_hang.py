@@ -158,7 +158,9 @@ def test_a_ring_changes_no_bit_and_no_collective(directory: Path, tmp_path: Path
         assert one[1] == other[1]
 
 
-events = st.lists(st.tuples(st.sampled_from(["gathering", "reducing", "comparing"]), st.integers(0, 5), st.booleans()), min_size=1, max_size=40)
+events = st.lists(
+    st.tuples(st.sampled_from(["gathering", "reducing", "comparing"]), st.integers(0, 5), st.booleans()), min_size=1, max_size=40
+)
 
 
 @given(events=events, laps=st.integers(0, 3), forward=st.integers(0, 9))

@@ -22,6 +22,7 @@ PLACES = {  # where a rank stops: the layer and the direction that have to be na
     "optimizer": (None, "step"),
     "before a save": (None, None),
 }
+NUMBERS = {"first forward": 0, "forward": 1, "last forward": 2, "backward": 1}  # of layers
 STEPS, STUCK = 4, 2
 PATIENCE = 50.0  # seconds
 
@@ -68,10 +69,9 @@ def train(directory: Path, place: str, stop: Callable[[], None] | None, *, group
             if now is not None and where == place:
                 now()
 
-        named = {"first forward": 0, "forward": 1, "last forward": 2, "backward": 1}
         for number, block in enumerate(model):
             inner = getattr(block, "module", block)
-            inner.then = lambda direction, n=number: at(place) if named.get(place) == n and direction in place else None
+            inner.then = lambda direction, n=number: at(place) if NUMBERS.get(place) == n and direction in place else None
         optimizer.then = lambda: at("optimizer")
         at("data loader")
         model(torch.randn(2, 4, device=device)).sum().backward()

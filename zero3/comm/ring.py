@@ -1,9 +1,9 @@
-"""A rank's last transfers, in a file that outlives the process: the kernel keeps what was stored in a
-mapped file, also after SIGKILL, an abort, or an out-of-memory kill. No torch.
+"""A rank's last transfers, in a file that outlives the process: the kernel keeps what was stored in
+a mapped file, also after SIGKILL, an abort, or an out-of-memory kill. No torch.
 
-A ring has a header, events, and names. An event is three numbers of eight bytes: when; the number of
-transfers so far, what is done, and the direction; the forward. Nothing is written but by stores into
-memory, so nobody waits for a disk, and a thread that is stuck in C is no hindrance.
+A ring has a header, events, and names. An event is three numbers of eight bytes: when; the number
+of transfers so far, what is done, and the direction; the forward. Nothing is written but by stores
+into memory, so nobody waits for a disk, and a thread that is stuck in C is no hindrance.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEPT = 16  # rings of one rank in a directory, beside those of living processes
 _LONGEST = 200  # characters of a name
 
 
-class Event(NamedTuple):
+class Begun(NamedTuple):
     """What a rank has begun. What `moves` nothing has the number of the transfer before it."""
 
     moves: bool
@@ -60,7 +60,7 @@ class Read(NamedTuple):
     """A ring, read from its file. `about`: model, rank, world_size, host, pid, started."""
 
     about: dict[str, Any]
-    events: list[Event]  # the oldest first
+    events: list[Begun]  # the oldest first
     completed: int | None
     closed: bool  # nobody writes it any more: the model is gone, or the process has ended well
 
@@ -211,11 +211,12 @@ def _about(head: bytes) -> dict[str, Any]:
         raise ValueError("it does not begin as a ring does")
     kinds = {"model": str, "rank": int, "world_size": int, "host": str, "pid": int}
     try:
-        found = json.loads(head[_ABOUT:_EVENTS].rstrip(b"\0"))
+        found: dict[str, Any] | None = json.loads(head[_ABOUT:_EVENTS].rstrip(b"\0"))
     except RecursionError:
         found = None
-    well_formed = isinstance(found, dict) and isinstance(found.get("started"), int | float)
-    if not well_formed or any(type(found.get(key)) is not kind for key, kind in kinds.items()):
+    if not isinstance(found, dict) or not isinstance(found.get("started"), int | float):
+        raise ValueError("its header is malformed")
+    if any(type(found.get(key)) is not kind for key, kind in kinds.items()):
         raise ValueError("its header is malformed")
     small = 0 < found["pid"] < 1 << 31 and found["world_size"] <= 1 << 20
     if not small or not 0 <= found["rank"] < found["world_size"]:
@@ -238,7 +239,7 @@ def read(path: Path) -> Read:
     about = _about(raw)
     held, over, closed = struct.unpack_from("<QQQ", raw, 8 * _HELD)
     names = dict(_names(raw[_NAMES:]))
-    events: list[Event] = []
+    events: list[Begun] = []
     before = 0
     for event in range(max(0, held - _CAPACITY), held) if held < 1 << 48 else ():
         when, packed, forward = struct.unpack_from(
@@ -247,7 +248,7 @@ def read(path: Path) -> Read:
         doing, layer, identity = names.get(packed >> 2 & (1 << 22) - 1, ("other", None, 0))
         number, direction = packed >> 24, DIRECTIONS[packed & 3]
         moves = number > before and (events != [] or held <= _CAPACITY)
-        events.append(Event(moves, number, doing, layer, identity, direction, forward, when))
+        events.append(Begun(moves, number, doing, layer, identity, direction, forward, when))
         before = number
     numbers = [each.number for each in events]
     if numbers != sorted(numbers) or (held and not events):

@@ -1,5 +1,5 @@
-"""Says why a run hangs, from the last transfers that each rank has left in a file: who is behind, in
-which layer and direction, and what the others wait for; or which transfers differ.
+"""Says why a run hangs, from the last transfers that each rank has left in a file: who is behind,
+in which layer and direction, and what the others wait for; or which transfers differ.
 
 It works while the run hangs, and after its processes were killed. Where torch's flight recorder has
 left dumps, it names their first collective that is not completed. The exit code is 0 if somebody is

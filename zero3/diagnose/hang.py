@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..comm.ring import FILE, MARKS, Event, Read, is_alive, read
+from ..comm.ring import FILE, MARKS, Begun, Read, is_alive, read
 
 __all__: list[str] = []
 
@@ -93,7 +93,7 @@ def judge(model: Mapping[int, Read]) -> Verdict:
     }
 
 
-def _transfers(ring: Read) -> dict[int, Event]:
+def _transfers(ring: Read) -> dict[int, Begun]:
     """By number."""
     return {event.number: event for event in ring.events if event.moves}
 
@@ -104,19 +104,19 @@ def _done(ring: Read) -> tuple[int, int]:
     return last, sum(event.number == last for event in ring.events)
 
 
-def _after(ring: Read, number: int, marks: int) -> Event | None:
+def _after(ring: Read, number: int, marks: int) -> Begun | None:
     """What comes after so many transfers, and so many events at the last of them."""
     later = [event for event in ring.events if event.number > number]
     same = [event for event in ring.events if event.number == number]
     return next(iter([*later, *same[marks:]]), None)
 
 
-def at_of(ring: Read) -> Event | None:
+def at_of(ring: Read) -> Begun | None:
     """The last mark: where the rank is."""
     return next((each for each in reversed(ring.events) if each.doing in MARKS), None)
 
 
-def _anywhere(transfers: Mapping[int, dict[int, Event]], number: int) -> Event | None:
+def _anywhere(transfers: Mapping[int, dict[int, Begun]], number: int) -> Begun | None:
     return next((each[number] for each in transfers.values() if number in each), None)
 
 
@@ -133,6 +133,6 @@ def _rank(ring: Read) -> dict[str, Any]:
     }
 
 
-def _shown(event: Event | None) -> dict[str, Any] | None:
+def _shown(event: Begun | None) -> dict[str, Any] | None:
     keys = ("number", "doing", "layer", "direction", "forward")
     return None if event is None else {key: getattr(event, key) for key in keys}
