@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -163,6 +163,7 @@ events = st.lists(
 )
 
 
+@settings(max_examples=30)
 @given(events=events, laps=st.integers(0, 3), forward=st.integers(0, 9))
 def test_a_ring_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, events: Any, laps: int, forward: int) -> None:
     where = tmp_path_factory.mktemp("ring")
@@ -179,6 +180,7 @@ def test_a_ring_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFacto
     path.unlink()
 
 
+@settings(max_examples=30)
 @given(made=st.lists(st.integers(0, 30), min_size=2, max_size=5), twist=st.integers(1, 60))
 def test_hang_judges_by_what_each_rank_has_made(tmp_path_factory: pytest.TempPathFactory, made: list[int], twist: int) -> None:
     """`twist`: where the last rank has made something else, if it has come so far."""
@@ -277,6 +279,7 @@ def test_where_rings_lie(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is not whole, and what is torch's
 
 
+@settings(max_examples=30)
 @given(cut=st.integers(0, rings.SIZE), at=st.integers(0, rings.SIZE - 1), byte=st.integers(0, 255))
 def test_damaged_rings_are_passed_over_by_name(tmp_path_factory: pytest.TempPathFactory, cut: int, at: int, byte: int) -> None:
     where = tmp_path_factory.mktemp("rings")

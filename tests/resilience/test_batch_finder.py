@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -68,6 +68,7 @@ def run_batch(finder: zero3.BatchFinder, batch: Any) -> list[int]:
     return rows
 
 
+@settings(max_examples=30)
 @given(rows=st.integers(1, 12), rooms=st.lists(st.integers(1, 12), min_size=3, max_size=3), first=st.none() | st.integers(1, 14))
 def test_batch_finder_counts_every_row_once(rows: int, rooms: list[int], first: int | None) -> None:
     def body(group: ThreadCommunicator) -> None:

@@ -59,8 +59,11 @@ class Stepping(torch.optim.SGD):
 
 def train(directory: Path, place: str, stop: Callable[[], None] | None, *, group: Any = None, device: str = "cpu") -> list[Tensor]:
     """`stop` is called on the rank that is to stop, at the place, in the third step."""
-    torch.manual_seed(1)
-    model = zero3.shard(nn.Sequential(*(Stops(4, 4) for _ in range(3))), Stops, process_group=group, device=device)
+    generator = torch.Generator().manual_seed(1)  # the default one is shared by threads
+    model = nn.Sequential(*(Stops(4, 4) for _ in range(3)))
+    for p in model.parameters():
+        nn.init.normal_(p, generator=generator)
+    zero3.shard(model, Stops, process_group=group, device=device)
     optimizer = Stepping(zero3.get_trainable_chunk(model), 0.1)
     for step in range(STEPS):
         now = stop if step == STUCK else None
@@ -74,7 +77,7 @@ def train(directory: Path, place: str, stop: Callable[[], None] | None, *, group
             inner.then = lambda direction, n=number: at(place) if NUMBERS.get(place) == n and direction in place else None
         optimizer.then = lambda: at("optimizer")
         at("data loader")
-        model(torch.randn(2, 4, device=device)).sum().backward()
+        model(torch.randn(2, 4, generator=generator).to(device)).sum().backward()
         optimizer.step()
         at("before a save")
         if place == "before a save":
