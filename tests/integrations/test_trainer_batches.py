@@ -76,7 +76,7 @@ def test_a_trainer_whose_batch_does_not_fit_gives_what_it_gives_under_ddp(name: 
 def refuse(rank: Rank) -> None:
     with launched(rank):
         for policy in (ShardingPolicy(stage=1), ShardingPolicy(stage=2), ShardingPolicy(dynamic=True)):
-            with pytest.raises(ValueError, match="auto_find_batch_size=True: .*BatchFinder needs"):
+            with pytest.raises(ValueError, match=r"auto_find_batch_size=True: .*BatchFinder needs"):
                 trainer_of(True, llama(), rank.scratch, auto_find_batch_size=True, policy=policy)
 
 
@@ -87,7 +87,7 @@ def test_auto_find_batch_size_refuses_what_step_guard_can_t_repeat() -> None:
 def refuse_pairs(rank: Rank) -> None:
     from tests.integrations import test_trl as makers
 
-    with launched(rank), pytest.raises(ValueError, match="^auto_find_batch_size=True: rows of this trainer's batches belong together"):
+    with launched(rank), pytest.raises(ValueError, match=r"^auto_find_batch_size=True: rows of this trainer's batches belong together"):
         makers.dpo(True, False, rank.scratch, auto_find_batch_size=True)
 
 
