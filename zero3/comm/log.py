@@ -97,6 +97,10 @@ class TransferLog:
         ranks.
         """
         self.entries.append(Entry(doing, Noted(what), hash(numbers)))
+        self.keep(doing)
+
+    def keep(self, doing: str) -> None:
+        """Something begins that is no layer's, and that no conductor of the ring hears of."""
         if self.ring is not None:
             self.ring.put(self.ring.code(doing), self.passes)
 

@@ -66,9 +66,15 @@ class Noting:
         def code(doing: str) -> int:
             return ring.code(doing, layer.label, layer.identity)
 
-        own = {Gather: code("gathering"), Reduce: code("reducing"), Agree: code("comparing")}
         comparing = ring.code("comparing")
-        self._transfers = {**own, CompareLogs: comparing, Look: comparing}
+        self._transfers = {
+            Gather: code("gathering"),
+            Reduce: code("reducing"),
+            # a rank without data listens, and does not know of which layer
+            Agree: ring.code("comparing", layer.label),
+            CompareLogs: comparing,
+            Look: comparing,
+        }
         self._waits, self._computes = code("waiting"), code("computing")
         self._ring, self._gathered = ring, 0
         return ring

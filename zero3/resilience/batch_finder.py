@@ -12,10 +12,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import used
 from ..comm.agreement import agree, agreeing
 from ..comm.communicator import is_first
 from ..comm.streams import give_cache_back
+from ..conductors.conducted import unconducted
 from .replay import knows_transfers
 from .step_guard import GuardedStep, step_guard
 
@@ -57,7 +58,7 @@ class BatchFinder:
     """
 
     def __init__(self, model: nn.Module, batch_size: int | None = None) -> None:
-        self._states = states_of(model)
+        self._states = used(model, "BatchFinder")
         first = self._states[0]
         with agreeing(first.communicator, first.device, "BatchFinder") as lines:
             if batch_size is not None and type(batch_size) is not int:
@@ -87,10 +88,16 @@ class BatchFinder:
 
         Raises:
             ValueError: Tensors have different numbers of rows (the error tells where), there are no
-                rows, or ranks have different numbers of them. All ranks raise it.
+                rows, ranks have different numbers of them, or the call is inside of the context of
+                `joinable`. All ranks raise it.
             RuntimeError: One row does not fit: on all ranks. Or a micro-batch was not entered.
         """
-        first = self._states[0]
+        first = used(self.model, "BatchFinder")[0]
+        if unconducted(first.communicator) is not first.communicator:
+            raise ValueError(
+                "zero3.BatchFinder inside zero3.joinable's context: ranks cut as many rows at "
+                "once, and a rank without data has none. Use zero3.step_guard there"
+            )
         found = dict(_rows(batch, "batch"))
         numbers = set(found.values())
         error = None
