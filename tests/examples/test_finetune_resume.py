@@ -92,9 +92,7 @@ def test_on_another_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_the_same_losses_from_a_fast_directory(
-    losses: tuple[Path, dict[str, list[float]], dict[str, list[float]]], tmp_path: Path
-) -> None:
+def test_the_same_losses_from_a_fast_directory(losses: tuple[Path, dict[str, list[float]], dict[str, list[float]]], tmp_path: Path) -> None:
     """Saved in each step to storage of the host's own, and in every third to what all hosts see."""
     fast = ["--fast-output", tmp_path / "fast", "--fast-every", 1, "--checkpoint-every", EVERY, "--resume"]
     given = [arguments(tmp_path / "run", *WAYS["shard"], *fast)]

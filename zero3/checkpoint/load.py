@@ -153,7 +153,8 @@ class _Loader:
         return needed & set(self._names(found))
 
     def _agreeing(self, subject: str) -> AbstractContextManager[list[str]]:
-        return agreeing(self._first.communicator, self._first.device, subject, "load_checkpoint")
+        first, caller = self._first, "load_checkpoint"
+        return agreeing(first.communicator, first.device, subject, caller, first.log)
 
     def _names(self, found: Manifest) -> list[str]:
         return [name for kind in self._kinds for name in found.names(kind)]

@@ -173,7 +173,7 @@ def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _
     first.saves.finish()
     together: Together | None = None
     held: list[Held] = []
-    with agreeing(first.communicator, first.device, "save_checkpoint") as lines:
+    with agreeing(first.communicator, first.device, "save_checkpoint", log=first.log) as lines:
         prepared = _Prepared(asked, model)
         land_steps(prepared.contents.states)
         if optimizer is not None:
@@ -460,6 +460,8 @@ class Saving:
         contents = self._prepared.contents
         communicator, device = contents.communicator, contents.device
         contents.states[0].saves.end()
+        log = contents.states[0].log
+        log.keep("save_checkpoint")  # so that a rank that still writes is behind
         try:
             agree(communicator, device, "the files of save_checkpoint", [], self._error)
             written = self._written.items()
@@ -468,14 +470,14 @@ class Saving:
             for text in exchange_texts(communicator, device, mine):
                 files |= {name: Written(*each) for name, each in json.loads(text).items()}
             self._prepared.send_copies(files)
-            with agreeing(communicator, device, "the manifest of save_checkpoint"):
+            with agreeing(communicator, device, "the manifest of save_checkpoint", log=log):
                 if self._prepared.leads:
                     self._prepared.commit(files)
         except BaseException:
             self._prepared.clean()
             raise
         # no rank returns before the cleaning
-        with agreeing(communicator, device, "the end of save_checkpoint"):
+        with agreeing(communicator, device, "the end of save_checkpoint", log=log):
             self._prepared.clean()
         for state in contents.states:
             state.saves.belong_to(self._prepared.run, self._prepared.content.get("number", 0))

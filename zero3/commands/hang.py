@@ -115,7 +115,7 @@ def _said(result: Verdict) -> list[str]:
         lines.append(f"ranks have made different transfers: {told}")
     elif result["verdict"] == "behind":
         one = f"rank {behind[0]} is" if len(behind) == 1 else f"ranks {_numbers(behind)} are"
-        lines.append(f"{one} behind: {_place(result)}")
+        lines.append(f"{one} behind: {_place(result['ranks'][str(behind[0])]['at'] or result)}")
         lines.append(f"the others wait for {_event(result['waiting_for'])}")
     elif result["verdict"] == "missing":
         lines.append(
@@ -142,7 +142,9 @@ def _place(at: Mapping[str, Any]) -> str:
     if at["layer"]:
         return f"in layer {at['layer']}, {at['direction']} of forward {at['forward']}"
     where = "in the optimizer's step" if at["direction"] == "step" else "outside of the model"
-    return f"{where}, after forward {at['forward']}"
+    called = at.get("doing", MARKS[0])
+    since = f", where it called {called}" if called not in MARKS else ""
+    return f"{where}{since}, after forward {at['forward']}"
 
 
 def _event(each: Mapping[str, Any] | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..comm.ring import FILE, MARKS, Begun, Read, is_alive, read
+from ..comm.ring import FILE, Begun, Read, is_alive, read
 
 __all__: list[str] = []
 
@@ -112,8 +112,8 @@ def _after(ring: Read, number: int, marks: int) -> Begun | None:
 
 
 def at_of(ring: Read) -> Begun | None:
-    """The last mark: where the rank is."""
-    return next((each for each in reversed(ring.events) if each.doing in MARKS), None)
+    """Where the rank is: the last of what moves nothing."""
+    return next((each for each in reversed(ring.events) if not each.moves), None)
 
 
 def _anywhere(transfers: Mapping[int, dict[int, Begun]], number: int) -> Begun | None:

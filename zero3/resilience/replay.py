@@ -49,7 +49,7 @@ class EndGuard:
     moves: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return "ends a guarded micro-batch"
+        return "ends a step_guard"
 
     def perform(self) -> Any:
         return self.end() if self.end is not None else None
