@@ -184,8 +184,7 @@ def _forget_old(where: Path, rank: int) -> None:
 
 def _is_written(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            head = file.read(_EVENTS)
+        head = _bytes_of(path, _EVENTS)
         about = _about(head)
         closed: int = struct.unpack_from("<Q", head, 8 * _CLOSED)[0]
     except (OSError, ValueError, struct.error):
@@ -204,6 +203,13 @@ def is_alive(about: dict[str, Any]) -> bool | None:
     except OSError:  # another user's
         return True
     return True
+
+
+def _bytes_of(path: Path, count: int) -> bytes:
+    """Its first ones. Links are an error, and a pipe has none."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(count)
 
 
 def _about(head: bytes) -> dict[str, Any]:
@@ -231,9 +237,7 @@ def read(path: Path) -> Read:
         ValueError: It is no ring, or not a whole one.
         OSError: The file system reports an error.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        raw = file.read(SIZE + 1)
+    raw = _bytes_of(path, SIZE + 1)
     if len(raw) != SIZE:
         raise ValueError(f"it has {len(raw)} bytes where a ring has {SIZE}")
     about = _about(raw)

@@ -54,6 +54,8 @@ class Noting:
             if layer.device.type == "cpu":  # elsewhere the host does not wait
                 ring.over(self._gathered)
             return found
+        elif isinstance(what, Round | Use) and not ring.is_ours:
+            log.keep_in(None)
         elif isinstance(what, Round):
             return self._turn(ring, what, absent)
         elif isinstance(what, Use):
@@ -80,10 +82,6 @@ class Noting:
         return ring
 
     def _turn(self, ring: Ring, what: Round, absent: bool) -> Any:
-        log = what.layer.log
-        if not ring.is_ours:
-            log.keep_in(None)
-            return self.inner.conduct(what, absent=absent)
         if what.begins:
             ring.turn(FORWARD if what.activity is Activity.FORWARD else BACKWARD)
             return self.inner.conduct(what, absent=absent)
@@ -91,7 +89,7 @@ class Noting:
             return self.inner.conduct(what, absent=absent)
         finally:
             ring.turn(OUTSIDE)
-            ring.put(ring.code("outside"), log.passes, 0)
+            ring.put(ring.code("outside"), what.layer.log.passes, 0)
 
 
 def keep_transfers(layers: Sequence[LayerState]) -> None:

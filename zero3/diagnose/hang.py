@@ -26,8 +26,8 @@ def models_in(directory: Path, damaged: dict[str, str]) -> list[dict[int, Read]]
         try:
             if FILE.fullmatch(path.name):
                 ring = read(path)
-                of = models.setdefault(ring.about["model"], {})
-                if _began([ring]) >= _began(of.get(rank := ring.about["rank"], ring) for _ in "1"):
+                of, rank = models.setdefault(ring.about["model"], {}), ring.about["rank"]
+                if rank not in of or _began([ring]) >= _began([of[rank]]):
                     of[rank] = ring
         except (ValueError, OSError) as error:
             damaged[str(path.relative_to(directory))] = str(error)
