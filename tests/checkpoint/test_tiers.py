@@ -331,3 +331,18 @@ def test_a_shared_checkpoint_says_nothing_of_hosts(tmp_path: Path) -> None:
 
     on_ranks(2, body)
     assert "local" not in json.loads((tmp_path / "shared" / "manifest.json").read_text())
+
+
+def test_load_checkpoint_looks_at_each_copy_that_it_reads(tmp_path: Path) -> None:
+    """Of two copies one is damaged: the ranks beside it must not read it because the other one is whole."""
+    saved(tmp_path, [0, 1], replicas=1)
+    part = next(host(tmp_path, 1).rglob("model-00001-*"))
+    text = bytearray(part.read_bytes())
+    text[-1] ^= 1
+    part.write_bytes(text)
+
+    def body(model: Any, optimizer: Any, group: ThreadCommunicator) -> None:
+        with pytest.raises(ValueError, match=rf"rank 1: .*{part.name} is corrupt"):
+            zero3.load_checkpoint(host(tmp_path, group.rank) / "step-1", model, optimizer)
+
+    on_ranks(2, body)

@@ -90,25 +90,34 @@ class Hosts:
         Raises:
             OSError: A rank could not read or write. Every rank raises it, when all is sent.
         """
+        try:
+            with agreeing(self._communicator, self._device, f"the copies of {caller}", caller):
+                self._deliver(parcels, source, target)
+        except BaseException:  # what has come may be of the right size, and wrong
+            for parcel in parcels:
+                if parcel.target == self.rank:
+                    file_operations.remove(target / parcel.name)
+            raise
+
+    def _deliver(self, parcels: Sequence[Parcel], source: Path, target: Path) -> None:
         error: OSError | None = None
-        with agreeing(self._communicator, self._device, f"the copies of {caller}", caller):
-            for pieces in _in_rounds(parcels):
-                sends = next((each for each in pieces if each[0].source == self.rank), None)
-                takes = next((each for each in pieces if each[0].target == self.rank), None)
-                sent = torch.zeros(sends[2] if sends else 0, dtype=torch.uint8)
-                try:
-                    if sends is not None:
-                        _read(source / sends[0].name, sends[1], sent)
-                except OSError as caught:
-                    error = error or caught
-                taken = self._swap(pieces, sent, takes)
-                try:
-                    if takes is not None and error is None:
-                        _write(target / takes[0].name, takes[1], taken)
-                except OSError as caught:
-                    error = caught
-            if error is not None:
-                raise error
+        for pieces in _in_rounds(parcels):
+            sends = next((each for each in pieces if each[0].source == self.rank), None)
+            takes = next((each for each in pieces if each[0].target == self.rank), None)
+            sent = torch.zeros(sends[2] if sends else 0, dtype=torch.uint8)
+            try:
+                if sends is not None:
+                    _read(source / sends[0].name, sends[1], sent)
+            except OSError as caught:  # the others go on, so this rank does
+                error = error or caught
+            taken = self._swap(pieces, sent, takes)
+            try:
+                if takes is not None and error is None:
+                    _write(target / takes[0].name, takes[1], taken)
+            except OSError as caught:
+                error = caught
+        if error is not None:
+            raise error
 
     def _swap(self, pieces: Sequence[Piece], sent: Tensor, takes: Piece | None) -> Tensor:
         """What comes to this rank in one round."""
@@ -175,14 +184,16 @@ def _write(path: Path, start: int, piece: Tensor) -> None:
 class Parts:
     """A checkpoint whose files lie on several hosts, while it is loaded."""
 
-    def __init__(self, first: LayerState, path: Path, told: Sequence[dict[str, Any]]) -> None:
-        """`told`: what each rank sees of it."""
+    def __init__(
+        self, first: LayerState, path: Path, text: str, told: Sequence[dict[str, Any]]
+    ) -> None:
+        """`text`: of the manifest. `told`: what each rank sees of it."""
         self.hosts = Hosts(first, path)
         self._path, self._first = path, first
-        text = next(each["text"] for each in told if each["text"])
         content = json.loads(text)
         content.pop("sha256")
         self._text, files = text, content["files"]
+        self._has_manifest = told[self.hosts.rank]["data"] is not None
         self.found = Manifest(
             path, content, {n: Written(each["bytes"], each["sha256"]) for n, each in files.items()}
         )
@@ -206,13 +217,6 @@ class Parts:
                 "zero3.latest_checkpoint(..., model=model) finds one that all hosts together have"
             )
 
-    def verify(self, names: Sequence[str]) -> None:
-        """Hashes this rank's share: each file is hashed once, by a rank that sees it."""
-        for name in names:
-            ranks = self.seen[name]
-            if ranks[manifest.number_of(name) % len(ranks)] == self.hosts.rank:
-                manifest.verify(self.found, [name], 0, 1)
-
     def assemble(self, names: Sequence[str]) -> Manifest:
         """The same checkpoint in a directory for this load, with the headers of all `names`."""
         with self._agreeing("the directories of load_checkpoint"):
@@ -232,7 +236,10 @@ class Parts:
 
     def bring(self, needed: set[str]) -> set[str]:
         """Brings the files that the ranks of each host need, and that it lacks, into its directory.
-        Returns those that are not here.
+        Returns the others, of which nobody knows whether they are right.
+
+        Raises:
+            ValueError: A file that is read or sent is not as it was saved. Every rank raises it.
         """
         first = self._first
         texts = exchange_texts(first.communicator, first.device, json.dumps(sorted(needed)))
@@ -243,16 +250,31 @@ class Parts:
         names = list(self.found.files)
         sizes = {name: each.nbytes for name, each in self.found.files.items()}
         parcels = self._parcels(names, lambda host: wanted[host], sizes)
-        self.hosts.deliver(parcels, self.found.data, self.found.data, "load_checkpoint")
         home = self.hosts.number[self.hosts.rank]
+        sent = {p.name for p in parcels if self.hosts.number[p.source] == home}
+        self._verify(wanted[home] | sent, self.hosts.ranks[home])
+        self.hosts.deliver(parcels, self.found.data, self.found.data, "load_checkpoint")
         came = {p.name for p in parcels if self.hosts.number[p.target] == home}
         with self._agreeing("the files of load_checkpoint"):
             for name in came if self.hosts.leads else ():
                 file_operations.remove(self._assembled / name)
                 os.link(self.found.data / name, self._assembled / name)
-            if self.hosts.leads and not (self._path / manifest.NAME).is_file():
+            if self.hosts.leads and not self._has_manifest:
                 manifest.write_copy(self._path, self._text, self.hosts.token)
-        return {n for n in names if self.hosts.rank not in self.seen[n]} - came
+        return set(names) - wanted[home]
+
+    def _verify(self, names: Iterable[str], ranks: Sequence[int]) -> None:
+        """Hashes what a host reads or sends, each file once: of a copy the other one may be
+        damaged.
+        """
+        with self._agreeing("the hashes of load_checkpoint"):
+            for name in sorted(names):
+                seen = [rank for rank in self.seen[name] if rank in ranks]
+                if seen and seen[manifest.number_of(name) % len(seen)] == self.hosts.rank:
+                    try:
+                        manifest.verify(self.found, [name], 0, 1)
+                    except OSError as error:
+                        raise ValueError(str(error)) from error
 
     def _parcels(
         self, names: Sequence[str], wanted: Callable[[int], set[str]], sizes: dict[str, int]
@@ -284,33 +306,51 @@ def parts_of(path: str | os.PathLike[str], first: LayerState) -> Parts | None:
     if first.communicator.world_size == 1:
         return None
     directory = Path(os.path.abspath(path))
-    texts = exchange_texts(first.communicator, first.device, json.dumps(_seen(directory)))
-    told = [json.loads(text) for text in texts]
-    if not any(each["text"] for each in told):
+    text, data, headers = _seen(directory)
+    mine = json.dumps({"data": data, "headers": headers})
+    told = [
+        json.loads(each) for each in exchange_texts(first.communicator, first.device, mine)
+    ]
+    having = [rank for rank, each in enumerate(told) if each["data"] is not None]
+    if not having:
         return None
     with agreeing(first.communicator, first.device, "the hosts of load_checkpoint"):
         file_operations.make_directory(directory)
-        if len(saves := {json.loads(each["text"])["data"] for each in told if each["text"]}) > 1:
+        if len(saves := {told[rank]["data"] for rank in having}) > 1:
             raise ValueError(
                 f"{directory}: hosts have {len(saves)} different checkpoints there. "
                 "zero3.latest_checkpoint(..., model=model) finds one that all hosts together have"
             )
-    return Parts(first, directory, told)
+    return Parts(first, directory, from_rank(first, text, having[0]), told)
 
 
-def _seen(directory: Path) -> dict[str, Any]:
-    """The manifest of a local checkpoint, and the lengths of the headers of the files here."""
+def from_rank(first: LayerState, text: str, source: int) -> str:
+    """The text of one rank, which is not empty. Every rank calls it."""
+    ranks, raw = first.communicator, text.encode()
+    sizes = ranks.exchange(len(raw).to_bytes(8, "little"), first.device)
+    size = int.from_bytes(sizes[source], "little")
+    sent = torch.frombuffer(bytearray(raw.ljust(size)[:size]), dtype=torch.uint8)
+    sent = sent.to(first.device)
+    ranks.broadcast(sent, source)
+    return bytes(bytes_of(sent.cpu())).decode()
+
+
+def _seen(directory: Path) -> tuple[str, str | None, dict[str, int]]:
+    """Of a local checkpoint: the manifest, its data directory's name, and the lengths of the
+    headers of the files here.
+    """
+    nothing: tuple[str, None, dict[str, int]] = ("", None, {})
     try:
         content = manifest.parse(directory / manifest.NAME)
         if not content.get("local"):
-            return {"text": "", "headers": {}}
+            return nothing
         headers = {}
         for name in files_here(directory, content):
             with FileIO(os.fspath(directory / content["data"] / name)) as file:
                 headers[name] = 8 + int.from_bytes(file.read(8), "little")
-        return {"text": (directory / manifest.NAME).read_text(), "headers": headers}
+        return (directory / manifest.NAME).read_text(), str(content["data"]), headers
     except (OSError, ValueError, KeyError):  # where another host's is whole, it is brought anew
-        return {"text": "", "headers": {}}
+        return nothing
 
 
 def files_here(directory: Path, content: dict[str, Any]) -> list[str]:

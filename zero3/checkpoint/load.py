@@ -119,18 +119,20 @@ class _Loader:
 
     def _load(self, parts: Parts | None) -> Any:
         found, contents = self._found()
-        self._verify(found, contents)
-        if parts is not None:
+        if parts is None:
+            self._verify(found, contents)
+        else:  # what lies on several hosts is hashed where it is read, or sent from
             found = parts.assemble(self._names(found))
         with ExitStack() as opened:
             with self._agreeing("the contents of load_checkpoint"), manifest.reading(found):
                 self._open(found, opened)
                 self._check(found, contents)
+                needed = self._needed(found, contents) if parts is not None else set()
             if parts is not None:
-                absent = parts.bring(self._needed(found, contents))
+                others = parts.bring(needed)
                 with self._agreeing("what has come to load_checkpoint"), manifest.reading(found):
                     self._open(found, opened)
-                    self._files.leave_out(absent)
+                    self._files.leave_out(others)
             self._compare_base(found, contents)
             if self._optimizer is not None:
                 self._plan(found, contents, self._optimizer)
@@ -185,9 +187,6 @@ class _Loader:
         names = sorted(self._names(found), key=lambda name: name.partition("-")[2])
         with self._agreeing("the hashes of load_checkpoint"):
             try:
-                if self._parts is not None:
-                    self._parts.verify(names)
-                    return
                 manifest.verify(found, names, contents.number, contents.world_size)
             except OSError as error:
                 raise ValueError(str(error)) from error

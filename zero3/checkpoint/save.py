@@ -33,7 +33,7 @@ from ..scratch.mapped_files import MappedFiles
 from . import file_operations, manifest, random_state
 from .contents import Contents, NamedSpan
 from .extra_state import encoded, extra_states_of
-from .hosts import Hosts
+from .hosts import Hosts, from_rank
 from .numbered import check_run, next_number, prune
 from .safetensors_files import bytes_of
 from .safetensors_writing import ToWrite, Written, header_of, write_file
@@ -323,15 +323,12 @@ class _Prepared:
         sizes = sorted((name, written.nbytes) for name, written in files.items())
         parcels = hosts.copies(sizes, self.asked.replicas)
         hosts.deliver(parcels, data, data, "save_checkpoint")
-        text = json.dumps(self.content).encode() if contents.is_first else b""
-        number = next_number(self.directory) if hosts.leads else 0
-        numbers = json.dumps([max(number, contents.states[0].saves.number + 1), len(text)])
-        told = exchange_texts(contents.communicator, contents.device, numbers)
-        size = json.loads(told[0])[1]
-        sent = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8).to(contents.device)
-        contents.communicator.broadcast(sent)
-        self.content = json.loads(bytes(sent.tolist()))
-        self.content["number"] = max(json.loads(each)[0] for each in told)
+        first = contents.states[0]
+        text = json.dumps(self.content) if contents.is_first else ""
+        self.content = json.loads(from_rank(first, text, 0))
+        number = max(next_number(self.directory) if hosts.leads else 0, first.saves.number + 1)
+        numbers = exchange_texts(contents.communicator, contents.device, str(number))
+        self.content["number"] = max(map(int, numbers))
 
     def commit(self, files: dict[str, Written]) -> None:
         """Writes the manifest, when the files of all ranks are on the disk. Who leads calls it."""
