@@ -29,7 +29,12 @@ from tests.support.processes import Rank, on_ranks, try_on_ranks
 from zero3.checkpoint import file_operations
 
 WIDTH, STEPS, SLOW = 16, 12, 5
-KILLED, STUCK, FULL, DAMAGED = "killed by kill -9", "stuck, named by `hang`, and killed", "the fast disk is full", "the newest checkpoint is damaged"
+KILLED, STUCK, FULL, DAMAGED = (
+    "killed by kill -9",
+    "stuck, named by `hang`, and killed",
+    "the fast disk is full",
+    "the newest checkpoint is damaged",
+)
 
 
 def night(rank: Rank, root: str, how: str, unlucky: int, when: int) -> list[float] | None:
@@ -121,5 +126,7 @@ def nights(seconds: float, seed: int) -> tuple[str, bool]:
             shutil.rmtree(root)
             runs += 1
     lines = ["| night | how often |", "|---|---|", *(f"| {how} | {counts[how]} |" for how in (KILLED, STUCK, FULL, DAMAGED)), ""]
-    lines.append(f"{runs} runs of {STEPS} steps, started again {2 * runs} times: the losses of {runs - lost} are the same bits as undisturbed.")
+    lines.append(
+        f"{runs} runs of {STEPS} steps, started again {2 * runs} times: the losses of {runs - lost} are the same bits as undisturbed."
+    )
     return "\n".join(lines), not lost

@@ -308,9 +308,7 @@ def parts_of(path: str | os.PathLike[str], first: LayerState) -> Parts | None:
     directory = Path(os.path.abspath(path))
     text, data, headers = _seen(directory)
     mine = json.dumps({"data": data, "headers": headers})
-    told = [
-        json.loads(each) for each in exchange_texts(first.communicator, first.device, mine)
-    ]
+    told = [json.loads(each) for each in exchange_texts(first.communicator, first.device, mine)]
     having = [rank for rank, each in enumerate(told) if each["data"] is not None]
     if not having:
         return None
@@ -347,7 +345,8 @@ def _seen(directory: Path) -> tuple[str, str | None, dict[str, int]]:
         headers = {}
         for name in files_here(directory, content):
             with FileIO(os.fspath(directory / content["data"] / name)) as file:
-                headers[name] = 8 + int.from_bytes(file.read(8), "little")
+                length = 8 + int.from_bytes(file.read(8), "little")
+            headers[name] = min(length, content["files"][name]["bytes"])  # it may be damaged
         return (directory / manifest.NAME).read_text(), str(content["data"]), headers
     except (OSError, ValueError, KeyError):  # where another host's is whole, it is brought anew
         return nothing
