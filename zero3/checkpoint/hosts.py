@@ -54,7 +54,7 @@ class Hosts:
         self._communicator, self._device = first.communicator, first.device
         mine = json.dumps([_place_of(directory), os.urandom(8).hex()])
         told = exchange_texts(first.communicator, first.device, mine)
-        self.rank = told.index(mine)  # among all
+        self.me = told.index(mine)  # this rank among all
         by_place: dict[str, list[int]] = {}
         for rank, text in enumerate(told):
             by_place.setdefault(json.loads(text)[0], []).append(rank)
@@ -66,11 +66,11 @@ class Hosts:
 
     @property
     def leader(self) -> int:
-        return self.ranks[self.number[self.rank]][0]
+        return self.ranks[self.number[self.me]][0]
 
     @property
     def leads(self) -> bool:
-        return self.leader == self.rank
+        return self.leader == self.me
 
     def copies(self, files: Iterable[tuple[str, int]], replicas: int) -> list[Parcel]:
         """Each rank's files, of so many bytes, go to the next hosts: each to another rank of it."""
@@ -95,15 +95,15 @@ class Hosts:
                 self._deliver(parcels, source, target)
         except BaseException:  # what has come may be of the right size, and wrong
             for parcel in parcels:
-                if parcel.target == self.rank:
+                if parcel.target == self.me:
                     file_operations.remove(target / parcel.name)
             raise
 
     def _deliver(self, parcels: Sequence[Parcel], source: Path, target: Path) -> None:
         error: OSError | None = None
         for pieces in _in_rounds(parcels):
-            sends = next((each for each in pieces if each[0].source == self.rank), None)
-            takes = next((each for each in pieces if each[0].target == self.rank), None)
+            sends = next((each for each in pieces if each[0].source == self.me), None)
+            takes = next((each for each in pieces if each[0].target == self.me), None)
             sent = torch.zeros(sends[2] if sends else 0, dtype=torch.uint8)
             try:
                 if sends is not None:
@@ -124,18 +124,18 @@ class Hosts:
         ranks, taken = self._communicator, torch.empty(takes[2] if takes else 0, dtype=torch.uint8)
         if ranks.shards != ranks.world_size:  # on a mesh no all-to-all is among all ranks
             for parcel, _, nbytes in pieces:
-                own = parcel.source == self.rank
+                own = parcel.source == self.me
                 passing = sent if own else torch.empty(nbytes, dtype=torch.uint8)
                 passing = passing.to(self._device)
                 ranks.broadcast(passing, parcel.source)
-                if parcel.target == self.rank:
+                if parcel.target == self.me:
                     taken = passing.cpu()
             return taken
         going, coming = [0] * ranks.world_size, [0] * ranks.world_size
         for parcel, _, nbytes in pieces:
-            if parcel.source == self.rank:
+            if parcel.source == self.me:
                 going[parcel.target] = nbytes
-            if parcel.target == self.rank:
+            if parcel.target == self.me:
                 coming[parcel.source] = nbytes
         bounds, into = (tuple(accumulate(each, initial=0)) for each in (going, coming))
         there = taken.to(self._device)
@@ -193,7 +193,7 @@ class Parts:
         content = json.loads(text)
         content.pop("sha256")
         self._text, files = text, content["files"]
-        self._has_manifest = told[self.hosts.rank]["data"] is not None
+        self._has_manifest = told[self.hosts.me]["data"] is not None
         self.found = Manifest(
             path, content, {n: Written(each["bytes"], each["sha256"]) for n, each in files.items()}
         )
@@ -227,7 +227,7 @@ class Parts:
         self.hosts.deliver(parcels, self.found.data, self._assembled, "load_checkpoint")
         with self._agreeing("the headers of load_checkpoint"):
             for name in names if self.hosts.leads else ():
-                if self.hosts.rank in self.seen[name]:
+                if self.hosts.me in self.seen[name]:
                     os.link(self.found.data / name, self._assembled / name)
                 else:
                     os.truncate(self._assembled / name, self.found.files[name].nbytes)
@@ -250,7 +250,7 @@ class Parts:
         names = list(self.found.files)
         sizes = {name: each.nbytes for name, each in self.found.files.items()}
         parcels = self._parcels(names, lambda host: wanted[host], sizes)
-        home = self.hosts.number[self.hosts.rank]
+        home = self.hosts.number[self.hosts.me]
         sent = {p.name for p in parcels if self.hosts.number[p.source] == home}
         self._verify(wanted[home] | sent, self.hosts.ranks[home])
         self.hosts.deliver(parcels, self.found.data, self.found.data, "load_checkpoint")
@@ -270,7 +270,7 @@ class Parts:
         with self._agreeing("the hashes of load_checkpoint"):
             for name in sorted(names):
                 seen = [rank for rank in self.seen[name] if rank in ranks]
-                if seen and seen[manifest.number_of(name) % len(seen)] == self.hosts.rank:
+                if seen and seen[manifest.number_of(name) % len(seen)] == self.hosts.me:
                     try:
                         manifest.verify(self.found, [name], 0, 1)
                     except OSError as error:
