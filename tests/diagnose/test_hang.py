@@ -66,9 +66,6 @@ def _stop(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "aborted":
         os.abort()  # in C: no handler of Python's runs
-    elif how == "stuck in C":
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False).wait(["never"])
     raise torch.OutOfMemoryError("made up")
 
 
@@ -80,8 +77,11 @@ def _in_process(rank: processes.Rank, directory: str, place: str, how: str) -> N
 @pytest.mark.parametrize(
     ("how", "place"),
     [
-        ("killed", "data loader"), ("killed", "forward"), ("killed", "optimizer"), ("aborted", "backward"),
-        ("out of memory", "forward"), ("out of memory", "last forward"),
+        ("killed", "forward"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            ("killed", "data loader"), ("killed", "optimizer"), ("aborted", "backward"),
+            ("out of memory", "forward"), ("out of memory", "last forward"),
+        ]),
     ],
 )  # fmt: skip
 def test_hang_after_a_process_ended(how: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_a_ring_changes_no_bit_and_no_collective(directory: Path, tmp_path: Path
     monkeypatch.setenv("ZERO3_RING_DIR", "0")
     for one, other in zip(kept, run_ranks(2, body), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
-        assert one[1] == other[1]
+        assert one[1] == other[1] and all(bool(values.isfinite().all()) for values in one[0])
 
 
 events = st.lists(

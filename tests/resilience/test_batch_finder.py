@@ -68,7 +68,7 @@ def run_batch(finder: zero3.BatchFinder, batch: Any) -> list[int]:
     return rows
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(rows=st.integers(1, 12), rooms=st.lists(st.integers(1, 12), min_size=3, max_size=3), first=st.none() | st.integers(1, 14))
 def test_batch_finder_counts_every_row_once(rows: int, rooms: list[int], first: int | None) -> None:
     def body(group: ThreadCommunicator) -> None:
@@ -228,6 +228,7 @@ def _really(rank: Rank) -> tuple[list[int], float]:
         return cuts, max(float((found[name] - value).abs().max()) for name, value in wanted.items())
 
 
+@pytest.mark.slow
 def test_batch_finder_in_processes_whose_memory_runs_out() -> None:
     for cuts, error in on_ranks(2, _really):
         assert cuts == [1, 5, 2, 2, 2] and error < 1e-9

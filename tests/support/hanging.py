@@ -72,9 +72,9 @@ def train(directory: Path, place: str, stop: Callable[[], None] | None, *, group
     generator = torch.Generator().manual_seed(1)  # the default one is shared by threads
     model = nn.Sequential(*(Stops(4, 4) for _ in range(3)))
     for p in model.parameters():
-        nn.init.normal_(p, generator=generator)
+        nn.init.normal_(p, std=0.3, generator=generator)
     zero3.shard(model, Stops, process_group=group, device=device)
-    optimizer = Stepping(zero3.get_trainable_chunk(model), 0.1)
+    optimizer = Stepping(zero3.get_trainable_chunk(model), 0.01)
     for step in range(STEPS):
         now = stop if step == STUCK else None
 
