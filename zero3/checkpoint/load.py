@@ -320,11 +320,9 @@ class _Loader:
             self._model, extra_states, contents.communicator, contents.device, "load_checkpoint"
         )
         self._restore_random(found, contents)
+        run, number = found.content.get("run"), int(found.content.get("number", 0))
         for state in contents.states:
-            number = int(found.content.get("number", 0))
-            state.saves.belong_to(
-                found.content.get("run"), number
-            )  # later checkpoints belong to it too
+            state.saves.belong_to(run, number)  # later checkpoints belong to it too
         return extra
 
     def _fill_optimizer(self) -> None:
