@@ -164,11 +164,15 @@ def train(model: CausalLM, optimizer: torch.optim.Optimizer, tokens: Tensor, opt
             peak = peak_memory(ranks.device) / 1e6
             progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, peak {peak:,.0f} MB", refresh=False)
             progress.update()
-            if options.checkpoint_every is not None and step % options.checkpoint_every == 0:
+            slow = options.checkpoint_every is not None and step % options.checkpoint_every == 0
+            fast = options.fast_output is not None and step % options.fast_every == 0
+            if slow or fast:
                 extra = {"losses": losses, "schedule": schedule.state_dict(), "draws": draws.get_state(), "step": step}
                 frozen = options.lora is None  # what adapters are for is in the directory of --model
-                path = options.checkpoint_dir / f"step-{step}"
-                zero3.save_checkpoint(path, model.sharded, optimizer, extra=extra, frozen=frozen, keep_last=2)
+                path = (options.checkpoint_dir if slow else options.fast_output) / f"step-{step}"
+                # each host's own disk is fast, and goes with the host: so the next host has a copy
+                tier = {} if slow else {"local": True, "replicas": 1}
+                zero3.save_checkpoint(path, model.sharded, optimizer, extra=extra, frozen=frozen, keep_last=2, **tier)
     return Run(losses, speed, live_memory(model.sharded, optimizer))
 
 
@@ -180,7 +184,10 @@ def resume(
     options: argparse.Namespace,
 ) -> list[float]:
     """The losses so far, with everything as it was after the last of them; none if there is no checkpoint."""
-    latest = zero3.latest_checkpoint(options.checkpoint_dir)
+    if options.fast_output is None:
+        latest = zero3.latest_checkpoint(options.checkpoint_dir)
+    else:  # the newest that all hosts together have
+        latest = zero3.latest_checkpoint(options.fast_output, options.checkpoint_dir, model=model.sharded)
     if latest is None:
         return []
     extra = zero3.load_checkpoint(latest, model.sharded, optimizer)  # random generators too

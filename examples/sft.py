@@ -6,6 +6,7 @@
     torchrun ... --model DIR --data DIR --lora 16 --quantize nf4                   adapters on a model in four bits (QLoRA)
     torchrun ... --model DIR --data DIR --offload /local/scratch                   more than memory holds: state in files
     torchrun ... --resume                                                          goes on where it was killed, if it was
+    torchrun ... --resume --fast-output /local/sft                                 and saves to each host's own disk, too, more often
     torchrun --nnodes 4 ...                                                        several hosts: see examples/launch/
 
 Only the answers are learned. `--model` is a Hugging Face directory with a tokenizer. Each process reads its own slices of the
@@ -38,16 +39,16 @@ try:
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     from finetuning.chats import TEMPLATE, last_answer, load_chats, made_chats, prompts_of, small_config, small_tokenizer
-    from zero3.integrations.transformers import Zero3Mixin
+    from finetuning.fast import STATE, FastCheckpoints, GoesOn, step_of
 except ImportError as error:
     MISSING, SFTTrainer, TrainerCallback = error, object, object  # which `--help` does without
-    Zero3Mixin = type("Zero3Mixin", (), {})  # a class cannot have one base twice
+    GoesOn = type("GoesOn", (), {})  # a class cannot have one base twice
 
 VOCABULARY = 1024
 
 
-class Trainer(Zero3Mixin, SFTTrainer):
-    """That is all that sharding takes."""
+class Trainer(GoesOn, SFTTrainer):
+    """All that sharding takes is Zero3Mixin, of which GoesOn is one."""
 
 
 class MuonAndAdamW:
@@ -104,6 +105,8 @@ def new_parser() -> argparse.ArgumentParser:
     add("--every", type=int, metavar="N", default=50, help="steps between evaluations, each with a checkpoint; two are kept, and the best")
     add("--patience", type=int, metavar="N", help="end after N evaluations that were no better")
     add("--samples", type=int, metavar="N", default=2, help="held-out chats that are answered at each evaluation")
+    add("--fast-output", type=Path, metavar="DIR", help="save there too: a directory on each host's own disk; the next host gets a copy")
+    add("--fast-every", type=int, metavar="N", default=10, help="steps between those")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint, with any number of processes; without one, begin")
     return parser
 
@@ -116,7 +119,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.epochs = options.epochs or (10 if options.model is None else 3)
     if options.quantize is not None and options.lora is None:
         parser.error("argument --quantize: what is quantised does not train, so it needs --lora")
-    for name in ("batch_size", "accumulate", "max_length", "every", "lora", "lora_alpha", "patience"):
+    for name in ("batch_size", "accumulate", "max_length", "every", "fast_every", "lora", "lora_alpha", "patience"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"argument --{name.replace('_', '-')}: {value} is not a positive number")
     if not 0 < options.held_out < 1:
@@ -260,14 +263,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     callbacks = [Samples(prompts_of(parts["test"], options.samples))]
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(options.patience))
+    if options.fast_output is not None:
+        callbacks.append(FastCheckpoints(options.fast_output, options.fast_every, frozen=options.lora is None))
     data = {"train_dataset": parts["train"], "eval_dataset": parts["test"], "processing_class": tokenizer}
     muon = (MuonAndAdamW, {"lr": options.lr}) if options.optimizer == "muon" else None
     trainer = Trainer(model=model, args=config, callbacks=callbacks, optimizer_cls_and_kwargs=muon, **data)
     if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):
         raise SystemExit(f"--max-length {options.max_length}: no chat has an answer within it")
-    saved = list(Path(config.output_dir).glob("checkpoint-*/trainer_state.json")) if options.resume else []  # it is written last
-    before = trainer.evaluate()["eval_loss"] if not saved else None
-    trainer.train(resume_from_checkpoint=bool(saved))
+    saved = list(Path(config.output_dir).glob(f"checkpoint-*/{STATE}")) if options.resume else []  # it is written last
+    with_disks = options.resume and options.fast_output is not None
+    fast = zero3.latest_checkpoint(options.fast_output, model=model) if with_disks else None  # that all hosts together have
+    before = trainer.evaluate()["eval_loss"] if not saved and fast is None else None
+    if fast is not None and all(step_of(fast) > step_of(state.parent) for state in saved):
+        trainer.train_from(fast)
+    else:
+        trainer.train(resume_from_checkpoint=bool(saved))
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(options.output))
     if options.merge:

@@ -3,6 +3,7 @@
 Two processes on gloo train; beside them two others on the same data. In the first run, at random, a rank raises, runs out of
 memory or gets nan; all ranks do, or are interrupted; transfers, clipping, the optimizer and saves fail. What failed is run
 again. The losses have to be the same bits in both runs; memory, descriptors, threads and groups may not grow: else it exits with 1.
+Then, for a third of that time, runs that are killed, stuck, out of disk or find a damaged checkpoint are started again (soak_nights).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support.processes import Rank, on_ranks
 from tests.support.soak_faults import FAULTS, MICRO_BATCH, STEP, TRANSFERS, Lost, failing_save, failing_step, run_micro_batch, trap
+from tests.support.soak_nights import nights
 from zero3.comm.gloo import GlooCommunicator
 
 WIDTH, DEPTH, MICRO_BATCHES = 64, 6, 2
@@ -255,6 +257,8 @@ def main() -> int:
         calm = runs.submit(on_ranks, 2, train, None, seconds, **options)
         disturbed = on_ranks(2, train, given.seed, seconds, 0, True, **options)
     report, well = verdict(disturbed, calm.result())
+    restarts, restarted = nights(seconds / 3, given.seed)
+    report, well = f"{report}\n\n{restarts}", well and restarted
     machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, gloo, 2 processes"
     report = f"{datetime.now(UTC):%Y-%m-%d}, {machine}, seed {given.seed}\n\n{report}\n"
     print(report)

@@ -35,6 +35,7 @@ from .planning.cluster import Cluster
 from .planning.plan import plan
 from .policy import ParamInfo, ShardingPolicy
 from .quantized.formats import MXFP4, NF4, Float8, Int8
+from .resilience.batch_finder import BatchFinder
 from .resilience.step_guard import step_guard
 from .sequential import Zero3Sequential
 from .shard import shard
@@ -44,6 +45,7 @@ from .zero1.optimizer import ZeroRedundancyOptimizer
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
 __all__ = [  # noqa: RUF022 (sorted as Python does)
+    "BatchFinder",
     "Cluster",
     "Float8",
     "GradScaler",

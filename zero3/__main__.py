@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import convert, export, inspect, plan
+from .commands import convert, export, hang, inspect, plan
 
 __all__: list[str] = []
 
-_COMMANDS = (inspect, export, convert, plan)
+_COMMANDS = (inspect, export, convert, plan, hang)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

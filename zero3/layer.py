@@ -19,6 +19,7 @@ from .build.construction import Request, agree_on, all_but, build_state
 from .build.with_experts import with_experts
 from .comm.factory import is_dealt
 from .comm.plain_values import name_of
+from .conductors.noting import keep_transfers
 from .core.autograd import (
     attributes_of,
     mark_upstream,
@@ -498,6 +499,7 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
         if layer._runtime is not None:
             layer._runtime.reset()
         layer._runtime = runtime
+    keep_transfers(states)
     return runtime
 
 

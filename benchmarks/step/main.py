@@ -4,7 +4,8 @@
 
 A model of a few blocks takes some steps, until they are all alike; the next one (forward, backward, optimizer.step()) is
 traced line by line. Nothing is timed. By default the process is rank 0 of 2 in torch's group of fake transfers, so the path
-is the one that NCCL takes; with `--processes`, two processes on gloo.
+is the one that NCCL takes; with `--processes`, two processes on gloo. Rings of last transfers (`ZERO3_RING_DIR`) are off, unless the
+environment asks for them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+os.environ.setdefault("ZERO3_RING_DIR", "0")
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
 

@@ -76,6 +76,8 @@ def parser_for(description: str) -> argparse.ArgumentParser:
     add = parser.add_argument_group("checkpoints").add_argument
     add("--checkpoint-every", type=positive, metavar="N", help="save everything every N steps; the last two checkpoints are kept")
     add("--checkpoint-dir", type=Path, metavar="DIR", help="where to (default: checkpoints in --output)")
+    add("--fast-output", type=Path, metavar="DIR", help="save there too: a directory on each host's own disk; the next host gets a copy")
+    add("--fast-every", type=positive, metavar="N", default=10, help="steps between those")
     add("--resume", action="store_true", help="go on from the newest checkpoint, with any number of processes; without one, begin")
 
     add = parser.add_argument_group("the small model, when there is no --model").add_argument

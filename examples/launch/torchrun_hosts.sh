@@ -6,6 +6,7 @@
 # HOSTS: how many there are (2), or a range such as 2:4, of which any number may come. GPUS: processes on each (all GPUs).
 # NAME: of this run; two runs with the same first host need two names. The directories are on a disk that all hosts see.
 # FIRST: 1 on the first host and 0 on the others, where torchrun can't tell by their names. ADDRESS: this host's own, likewise.
+# ZERO3_RING_DIR: where each rank leaves its last transfers. If the run hangs, python -m zero3 hang there says which rank is behind.
 # A host that dies ends the step everywhere; torchrun starts all processes anew, which go on from the newest whole checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -50,6 +50,7 @@ class Life:
 
 
 COLLECTIVE: dict[str, Call] = {
+    "BatchFinder": lambda life: zero3.BatchFinder(life.model),
     "GradScaler.step": Life.scaled,
     "Zero3Layer": lambda life: zero3.Zero3Layer(life.spare, process_group=life.group),
     "zero3.backward": lambda life: zero3.backward(life.loss, 2, life.model),

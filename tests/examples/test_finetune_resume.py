@@ -89,3 +89,13 @@ def test_on_another_number_of_ranks(
         found = example.finetune(options, example.Ranks(0, 1, torch.device("cpu"))).losses
     assert found[:6] == expected[way][:6]
     assert found == pytest.approx(expected[way], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_same_losses_from_a_fast_directory(losses: tuple[Path, dict[str, list[float]], dict[str, list[float]]], tmp_path: Path) -> None:
+    """Saved in each step to storage of the host's own, and in every third to what all hosts see."""
+    fast = ["--fast-output", tmp_path / "fast", "--fast-every", 1, "--checkpoint-every", EVERY, "--resume"]
+    given = [arguments(tmp_path / "run", *WAYS["shard"], *fast)]
+    assert try_on_ranks(2, run, given, KILLED, fresh=True)[1].error == "killed"
+    assert sorted(path.name for path in (tmp_path / "fast").iterdir()) == ["step-5", f"step-{KILLED - 1}"]
+    assert on_ranks(2, run, given, None, fresh=True)[0][0] == losses[1]["shard"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +65,25 @@ def test_sft_goes_on_with_another_number_of_processes(small: tuple[Path, str]) -
     longer = ["--device", "cpu", "--steps", 6, "--every", 2, "--samples", 1, "--batch-size", 4, "--patience", 3, "--offload", directory]
     printed = printed_by(sys.executable, EXAMPLE, *longer, "--output", directory, "--resume")
     assert re.search(r"held-out loss: [\d.]+ after 6 steps", printed), printed
+
+
+@pytest.mark.slow
+def test_sft_goes_on_from_a_fast_directory(tmp_path: Path) -> None:
+    """It was killed in the save after its last step. What it has lost is that step alone."""
+    given = [*FEW[:5], 4, *FEW[6:], "--output", tmp_path / "slow", "--fast-output", tmp_path / "fast", "--fast-every", 1]
+    checkpoints = tmp_path / "slow" / "checkpoints"
+
+    def losses() -> list[tuple[int, float]]:
+        history = json.loads((checkpoints / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+        return [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
+
+    held_out(printed_by_two(EXAMPLE, *given))
+    expected = losses()
+    assert sorted(path.name for path in (tmp_path / "fast").iterdir()) == ["step-2", "step-3"]
+    shutil.rmtree(checkpoints)
+    printed = printed_by_two(EXAMPLE, *given, "--resume")
+    assert "before" not in printed.rpartition("held-out loss")[2], "it has not begun anew"
+    assert losses() == expected
 
 
 @pytest.mark.slow

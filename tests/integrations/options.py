@@ -65,6 +65,10 @@ RIGHT: dict[str, Option] = {
     "weight_decay": Option("by the parameters' own names, as the Trainer chooses them", (_ADAM,)),
     "max_grad_norm": Option("by the one norm over all ranks", (_WATCHED, _SGD)),
     "gradient_accumulation_steps": Option("every micro-batch is reduced", (_SGD,)),
+    "auto_find_batch_size": Option(
+        "`zero3.BatchFinder`. Of TRL's trainers SFTTrainer's alone: rows of the others' batches belong together, and it is refused",
+        "test_trainer_batches.py::test_a_trainer_whose_batch_does_not_fit_gives_what_it_gives_under_ddp",
+    ),
     "average_tokens_across_devices": Option("as under DDP", (_SGD,)),
     "bf16": Option(
         "a `ShardingPolicy`: bf16 to gather and compute, float32 masters",
@@ -143,7 +147,6 @@ REFUSED: dict[str, Refusal] = {
         "test_trainer_optimizers.py::test_what_divides_parameters_itself_is_refused_by_name",
     ),
     "fp16": Refusal("on the CPU", "test_trainer_edges.py::test_fp16_on_a_device_without_it_and_the_stock_trainer_are_refused_by_name"),
-    "auto_find_batch_size": Refusal("ranks would go on with different batches", True),
     "bf16_full_eval": Refusal("it would convert the masters", True),
     "fp16_full_eval": Refusal("it would convert the masters", True),
     "fsdp": Refusal("zero3 shards the model itself", [True]),

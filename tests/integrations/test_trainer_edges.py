@@ -80,7 +80,6 @@ def test_fp16_on_a_device_without_it_and_the_stock_trainer_are_refused_by_name()
 def refuse_arguments(rank: Rank) -> None:
     with launched(rank):
         refused = {
-            "auto_find_batch_size": "^auto_find_batch_size=True",
             "bf16_full_eval": "^bf16_full_eval=True: it would convert",
         }
         for wrong, told in {**refused, "fsdp": "^fsdp=.*: zero3 shards the model itself"}.items():

@@ -43,6 +43,7 @@ EXCLUDED: dict[Names, Refusal] = {
     ("stage", "step_guard"): _REPEATS,
     ("dynamic", "step_guard"): _REPEATS,
     ("dynamic", "checkpointing reentrant"): Refusal(RuntimeError, "ranks would recompute different layers, each in a forward of its own"),
+    ("joinable", "step_guard BatchFinder"): Refusal(ValueError, "ranks cut as many rows at once, and a rank without data has none to cut"),
     ("stage", "expert_parallel"): Refusal(ValueError, "what stage keeps whole, or its gradients, is what never is whole on a rank"),
     ("dynamic", "expert_parallel"): Refusal(ValueError, "a rank that leaves out a layer of experts would keep what others' tokens need"),
     ("expert_parallel", "joinable"): Refusal(ValueError, "a rank without data owns experts that others need: it calls the model, too"),

@@ -153,6 +153,22 @@ def guarded(one: Sharded, micro: int) -> Iterator[None]:
     assert step.failed == one.life.drops(one.epoch, one.step_number, micro), step
 
 
+class Finding(Row):
+    """Each micro-batch is one that a batch finder gives: of one row, as far as it knows."""
+
+    words, streams = ("BatchFinder",), True
+
+    def begins(self, one: Sharded) -> None:
+        one.notes["finder"] = zero3.BatchFinder(one.model)
+
+    @contextmanager
+    def around(self, one: Sharded, micro: int) -> Iterator[None]:
+        for found in one.notes["finder"].micro_batches(torch.zeros(1, 1)):
+            with found:
+                yield
+            assert not found.failed
+
+
 class GuardedFailing(Failing):
     """One rank fails, in the last epoch: by then ranks know what the others do. After uneven steps they have to see each kind of
     micro-batch once more: then it fails in the second step, when the last rank is out of data.
@@ -604,7 +620,11 @@ AXES: dict[str, dict[str, Row]] = {
         "in_backward": InBackward("in_backward", fields={"offload": FILES}, streams=True),
     },
     "accumulation": {"2": Row("accumulation", micros=2, streams=True)},
-    "step_guard": {"quiet": Guarded("step_guard", streams=True), "failing": GuardedFailing("step_guard", streams=True)},
+    "step_guard": {
+        "quiet": Guarded("step_guard", streams=True),
+        "failing": GuardedFailing("step_guard", streams=True),
+        "BatchFinder": Finding(),
+    },
     "offload_activations": {"cpu": OffloadedActivations("offload_activations", streams=True)},
     "autocast": {"bf16": Autocast("autocast", shape={"dtype": torch.float32})},
     "register_forward_method": {"encode": Registered("register_forward_method")},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -15,6 +17,7 @@ from tests.pairs.joining import on_threads
 from tests.pairs.life import Life, Place, World, live
 from tests.pairs.rows import ROWS
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
+from zero3.diagnose.hang import judge, models_in
 
 PATIENCE = 20.0  # seconds that a rank waits for another one
 
@@ -30,8 +33,9 @@ def launch(world: World, body: Callable[[Place], Any], kind: type[ThreadCommunic
 
 @contextmanager
 def scene() -> Iterator[Path]:
-    """What a life on threads needs around it. Yields a directory of its own."""
-    with tempfile.TemporaryDirectory() as folder, on_threads(), warnings.catch_warnings():
+    """What a life on threads needs around it. Yields a directory of its own. Each rank's last transfers lie in a ring there."""
+    with tempfile.TemporaryDirectory() as folder, on_threads(), warnings.catch_warnings(), patch.dict(os.environ):
+        os.environ["ZERO3_RING_DIR"] = f"{folder}/rings"
         warnings.filterwarnings("ignore", message="The .grad attribute")  # dynamo looks, whoever's tensor it is
         yield Path(folder)
 
@@ -41,3 +45,13 @@ def lead(names: Iterable[str], seed: int = 0) -> None:
     rows = [row for name, row in ROWS.items() if name in set(names)]
     with scene() as folder:
         live(Life(rows, seed), launch, folder)
+        check_rings(folder / "rings")
+
+
+def check_rings(directory: Path) -> None:
+    """All ranks have noted the same transfers, whatever they have done."""
+    damaged: dict[str, str] = {}
+    for model in models_in(directory, damaged) if directory.is_dir() else ():
+        found = judge(model)
+        counts = {rank: each["transfers"] for rank, each in found["ranks"].items()}
+        assert not damaged and not found["missing"] and found["verdict"] != "differ" and len(set(counts.values())) == 1, found

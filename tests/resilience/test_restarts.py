@@ -112,3 +112,34 @@ def test_a_host_is_cut_off(expected: list[float], tmp_path: Path, link: Cable) -
         assert host.wait() == 0, host.printed()
     assert attempts(host) == ["2 processes, from None", "1 processes, from step-3"]
     assert summary(tmp_path)["losses"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_from_the_fast_directory(expected: list[float], tmp_path: Path) -> None:
+    """Killed in the save after the second step, and in the sixth step: at most the step under way is lost."""
+    fast = ["--fast-output", tmp_path / "disk", "--fast-every", 1]
+    with Agents(tmp_path) as agents:
+        agent = agents.start("host", "--standalone", "--nproc-per-node", 2, "--max-restarts", 2, *disturbed("kills", tmp_path, *fast))
+        assert agent.wait() == 0, agent.printed()
+    assert attempts(agent) == ["2 processes, from None", "2 processes, from step-1", "2 processes, from step-5"]
+    assert summary(tmp_path)["losses"] == expected
+
+
+@pytest.mark.slow
+def test_a_host_is_lost_with_its_disk(expected: list[float], tmp_path: Path, link: Cable) -> None:
+    """Two hosts that do not see each other's disks: the one that is left has a copy of the other's part, of the last whole step."""
+    fast = [["--fast-output", tmp_path / f"disk{end}", "--fast-every", 1] for end in range(2)]
+    with Agents(tmp_path) as agents:
+        host, guest = (
+            start_host(
+                agents, end, link.addresses[0], 29500,
+                ["--local-addr", link.addresses[end], *disturbed("lost", tmp_path, *fast[end])],
+                network=link.names[end], interface=INTERFACE, **({"GUEST": "yes"} if end else {}),
+            )
+            for end in range(2)
+        )  # fmt: skip
+        assert guest.wait() == -9, guest.printed()
+        assert host.wait() == 0, host.printed()
+    assert not (tmp_path / "disk1").exists()
+    assert attempts(host) == ["2 processes, from None", "1 processes, from step-4"]
+    assert summary(tmp_path)["losses"] == pytest.approx(expected, rel=1e-4)

@@ -10,6 +10,7 @@ import pytest
 from tests import soak
 from tests.support.processes import Rank, on_ranks
 from tests.support.soak_faults import FAULTS, MICRO_BATCH, STEP
+from tests.support.soak_nights import DAMAGED, FULL, KILLED, STUCK, nights
 
 STEPS = 1 + len(MICRO_BATCH)
 
@@ -39,6 +40,13 @@ def test_every_kind_of_fault_is_survived_and_the_losses_are_those_of_an_undistur
     assert well, report
     assert f"| together | {2 * len(MICRO_BATCH) + len(STEP)} | {2 * len(MICRO_BATCH) + len(STEP)} |" in report
     assert all(f"| {kind} | " in report for kind in FAULTS)
+
+
+@pytest.mark.slow
+def test_a_run_of_bad_nights_ends_with_the_losses_of_an_undisturbed_run() -> None:
+    report, well = nights(0.0, 0)
+    assert well, report
+    assert all(f"| {how} | 1 |" in report for how in (KILLED, STUCK, FULL)) and f"| {DAMAGED} | " in report
 
 
 def run(**changes: Any) -> list[dict[str, Any]]:

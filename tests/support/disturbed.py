@@ -6,6 +6,7 @@ torchrun's environment tells an attempt from another: how many processes there a
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -72,6 +73,16 @@ def in_save(number: int, act: Callable[[], object]) -> None:
     zero3.save_checkpoint = counting
 
 
+def all_are_there(scratch: Path) -> None:
+    """Else the timeout would have to bear the time that they need to start."""
+    (scratch / f"ready-{RANK}").touch()
+    wait_for(lambda: all((scratch / f"ready-{rank}").exists() for rank in range(2)))
+
+
+def fast_output() -> Path:
+    return Path(sys.argv[sys.argv.index("--fast-output") + 1])
+
+
 def disturb(how: str, scratch: Path) -> None:
     """A checkpoint is made after every third of ten steps. Processes count their own steps."""
     if how == "kills" and RANK == 1 and RESTARTS == 0:
@@ -82,14 +93,18 @@ def disturb(how: str, scratch: Path) -> None:
         in_step(5, lambda: wait_for(lambda: False))  # until torchrun ends it, because another host has come
     elif how == "membership" and "GUEST" in os.environ:
         in_step(5, host_dies)
+    elif how == "lost" and WORLD_SIZE == 2:
+        all_are_there(scratch)
+        if "GUEST" in os.environ:
+            in_step(5, lambda: (shutil.rmtree(fast_output()), host_dies()))  # with its disk
     elif how == "cable" and WORLD_SIZE == 2:
-        (scratch / f"ready-{RANK}").touch()  # else the timeout would have to bear the time that they need to start
-        wait_for(lambda: all((scratch / f"ready-{rank}").exists() for rank in range(2)))
+        all_are_there(scratch)
         in_step(5, lambda: ((scratch / f"held-{RANK}").touch(), wait_for((scratch / "cut").exists)))
 
 
 def say_what_is_there(checkpoints: Path) -> None:
-    latest = zero3.latest_checkpoint(checkpoints)
+    fast = [fast_output()] if "--fast-output" in sys.argv else []
+    latest = zero3.latest_checkpoint(*fast, checkpoints)
     if os.environ["LOCAL_RANK"] == "0":
         print(f"\nattempt: {WORLD_SIZE} processes, from {latest and latest.name}", file=sys.stderr, flush=True)
 

@@ -20,6 +20,7 @@ from ..optim.several import Optimizers, Together
 from . import manifest, random_state
 from .contents import Contents, differences, names_apart
 from .extra_state import extra_state_modules, set_extra_states
+from .hosts import Parts, parts_of
 from .manifest import Manifest
 from .meta_buffers import initialise, put
 from .placing import Placing, place
@@ -42,6 +43,9 @@ def load_checkpoint(
 ) -> Any:
     """Fills model and optimizer from a checkpoint of `save_checkpoint`, on any number of ranks and
     with any choice of layers.
+
+    Of a checkpoint that was saved with `local=True`, hosts are sent the files that their ranks need
+    and do not see, in pieces of at most 16 MiB. They keep them in their directory.
 
     Every rank calls it. First the ranks read all files once, each a share, and compare hashes. Then
     each rank reads the ranges of its own chunks, into the chunks' memory. Parameters that were not
@@ -103,25 +107,56 @@ class _Loader:
         self._optimizer: Together | None = None
         self._held: list[Held] = []
         self._placing: Placing | None = None
+        self._parts: Parts | None = None  # of a checkpoint that lies on several hosts
 
     def load(self) -> Any:
+        self._parts = parts_of(self._path, self._first)
+        try:
+            return self._load(self._parts)
+        finally:
+            if self._parts is not None:
+                self._parts.clean()
+
+    def _load(self, parts: Parts | None) -> Any:
         found, contents = self._found()
-        self._verify(found, contents)
+        if parts is None:
+            self._verify(found, contents)
+        else:  # what lies on several hosts is hashed where it is read, or sent from
+            found = parts.assemble(self._names(found))
         with ExitStack() as opened:
             with self._agreeing("the contents of load_checkpoint"), manifest.reading(found):
-                self._files = opened.enter_context(
-                    closing(SafetensorsFiles(found.data, self._names(found)))
-                )
-                self._stored = self._files.tensors
-                self._ranges = Ranges(self._files)
+                self._open(found, opened)
                 self._check(found, contents)
+                needed = self._needed(found, contents) if parts is not None else set()
+            if parts is not None:
+                others = parts.bring(needed)
+                with self._agreeing("what has come to load_checkpoint"), manifest.reading(found):
+                    self._open(found, opened)
+                    self._files.leave_out(others)
             self._compare_base(found, contents)
             if self._optimizer is not None:
                 self._plan(found, contents, self._optimizer)
             return self._fill(found, contents)
 
+    def _open(self, found: Manifest, opened: ExitStack) -> None:
+        files = SafetensorsFiles(found.data, self._names(found))
+        self._files = opened.enter_context(closing(files))
+        self._stored = files.tensors
+        self._ranges = Ranges(files)
+
+    def _needed(self, found: Manifest, contents: Contents) -> set[str]:
+        """The files from which this rank reads."""
+        models = found.names("model")  # rank 0's holds what all share
+        needed = {models[0], *models[contents.number : contents.number + 1]}
+        for chunk in contents.chunks():
+            for span in contents.spans(chunk):
+                numel = torch.Size(contents.shape(span.name)).numel()
+                needed |= self._ranges.files_of(span.name, numel, span.start, span.stop)
+        return needed & set(self._names(found))
+
     def _agreeing(self, subject: str) -> AbstractContextManager[list[str]]:
-        return agreeing(self._first.communicator, self._first.device, subject, "load_checkpoint")
+        first, caller = self._first, "load_checkpoint"
+        return agreeing(first.communicator, first.device, subject, caller, first.log)
 
     def _names(self, found: Manifest) -> list[str]:
         return [name for kind in self._kinds for name in found.names(kind)]
@@ -134,7 +169,9 @@ class _Loader:
                 self._optimizer = Together(self._given)
                 self._held = held_by(self._optimizer, contents)
             try:
-                found = manifest.read(self._path)
+                if self._parts is not None:
+                    self._parts.check()
+                found = manifest.read(self._path) if self._parts is None else self._parts.found
             except OSError as error:
                 raise ValueError(f"{self._path} can't be read: {error}") from error
             if self._given is not None and found.content["optimizer"] is None:
@@ -283,8 +320,9 @@ class _Loader:
             self._model, extra_states, contents.communicator, contents.device, "load_checkpoint"
         )
         self._restore_random(found, contents)
+        run, number = found.content.get("run"), int(found.content.get("number", 0))
         for state in contents.states:
-            state.saves.belong_to(found.content.get("run"))  # later checkpoints belong to it too
+            state.saves.belong_to(run, number)  # later checkpoints belong to it too
         return extra
 
     def _fill_optimizer(self) -> None:

@@ -105,6 +105,17 @@ def write(directory: Path, content: dict[str, Any], files: dict[str, Written], t
     file_operations.sync_directory(directory)
 
 
+def write_copy(directory: Path, text: str, token: str) -> None:
+    """The manifest of another host, whose files have come here."""
+    write_text(directory / NAME, text, token)
+    file_operations.sync_directory(directory)
+
+
+def number_of(file: str) -> int:
+    """The number of the rank that wrote a checkpoint's file."""
+    return int(file.split("-")[1])
+
+
 def read(path: str | os.PathLike[str]) -> Manifest:
     """Reads a checkpoint's manifest, and checks that exactly the files that it names exist, with
     their sizes.

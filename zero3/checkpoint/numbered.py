@@ -2,48 +2,115 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from ..access import used
+from ..comm.agreement import agreeing, exchange_texts
 from . import file_operations, manifest
+from .hosts import files_here
 
 __all__: list[str] = []
 
 
-def latest_checkpoint(directory: str | os.PathLike[str], *, run: str | None = None) -> Path | None:
-    """Returns the checkpoint in a directory that was saved last, to resume from it.
+def latest_checkpoint(
+    directory: str | os.PathLike[str],
+    *others: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    run: str | None = None,
+) -> Path | None:
+    """Returns the checkpoint in a directory, or in several, that was saved last, to resume from it.
 
     Incomplete checkpoints are passed over. Each checkpoint holds a number that grows from save to
-    save, and the highest number decides. Clocks and names do not matter.
+    save, over all directories, and the highest number decides. Clocks and names do not matter.
+
+    With more than `directory`, a checkpoint counts only if all its files are there in their sizes.
 
     Args:
         directory: The directory that holds the checkpoints, each under its own name:
             `save_checkpoint(directory / name, ...)`.
-        run: Only checkpoints of the run with this name count, and only if all their files are there
-            in their sizes. None: of any run.
+        others: Further ones, such as a slower file system to which fewer checkpoints go. If two
+            hold the same checkpoint, the path in the first one is returned.
+        model: A sharded model whose ranks, all of them, call this: they take the newest checkpoint
+            that all of them together have, as is needed for those saved with `local=True`. A rank
+            may have other directories than the others, but as many.
+        run: Only checkpoints of the run with this name count. None: of any run.
 
     Returns:
-        The checkpoint's path, or None if there is none.
+        The checkpoint's path, on each rank its own; or None, on all, if there is none.
 
     Raises:
-        ValueError: A checkpoint's manifest was changed after the save (without `run`), or `run` is
-            empty.
+        ValueError: A checkpoint's manifest was changed after the save (with `directory` alone); or
+            `run` is empty; or checkpoints are of different runs, and there are several directories
+            or `model`; or ranks differ in `run` or in the number of directories.
         TypeError: `run` is no text.
 
     Example::
 
-        latest = zero3.latest_checkpoint(directory)
+        latest = zero3.latest_checkpoint("/local/run", "/shared/run", model=model)
     """
-    check_run(run)
-    numbered = [
-        (number, path)
-        for number, path, of in _numbered(Path(directory), strict=run is None)
-        if run is None or of == run
-    ]
-    return next(
-        (path for _, path in sorted(numbered, reverse=True) if run is None or _is_whole(path)), None
-    )
+    roots = [Path(directory), *map(Path, others)]
+    if model is None:
+        check_run(run)
+        if not others and run is None:
+            numbered = [(number, path) for number, path, _ in _numbered(roots[0])]
+            return max(numbered)[1] if numbered else None
+        return _newest(roots, [_views(roots, run)], run, alone=not others)
+    first = used(model, "latest_checkpoint")[0]
+    with agreeing(first.communicator, first.device, "latest_checkpoint") as lines:
+        check_run(run)
+        lines += [f"run: {run}", f"directories: {len(roots)}"]
+    text = json.dumps(_views(roots, run))
+    texts = exchange_texts(first.communicator, first.device, text)
+    return _newest(roots, [json.loads(text) for text in texts], run, alone=False)
+
+
+_View = dict[str, Any]
+
+
+def _views(roots: Sequence[Path], run: str | None) -> list[_View]:
+    """What this rank sees of each checkpoint."""
+    found = []
+    for index, root in enumerate(roots):
+        for number, path, of in _numbered(root, strict=False):
+            if run is None or of == run:
+                with suppress(ValueError, OSError):
+                    content = manifest.parse(path / manifest.NAME)
+                    # a part of a local one, or the whole of another
+                    local = bool(content.get("local"))
+                    here = files_here(path, content) if local or _is_whole(path) else []
+                    found.append({
+                        "number": number, "root": index, "name": path.name, "run": of,
+                        "data": content["data"], "all": sorted(content["files"]), "files": here,
+                    })  # fmt: skip
+    return found
+
+
+def _newest(
+    roots: Sequence[Path], views: Sequence[list[_View]], run: str | None, *, alone: bool
+) -> Path | None:
+    together: dict[tuple[int, str, str], tuple[_View, set[str]]] = {}
+    for view in views:
+        for each in view:
+            key = (each["root"], each["name"], each["data"])
+            together.setdefault(key, (each, set()))[1].update(each["files"])
+    whole = [each for each, files in together.values() if files == set(each["all"])]
+    runs = {str(each["run"]) for each in whole}
+    if len(runs) > 1 and not alone:
+        raise ValueError(
+            f"{', '.join(map(str, roots))}: there are checkpoints of the runs "
+            f"{', '.join(sorted(runs))}. Say by run= which one is to go on"
+        )
+    if not whole:
+        return None
+    newest = max(whole, key=lambda each: (each["number"], -each["root"]))
+    return roots[newest["root"]] / str(newest["name"])
 
 
 def check_run(run: Any) -> None:

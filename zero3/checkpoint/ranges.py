@@ -54,6 +54,25 @@ class Ranges:
         """Whether anything is there, in ranges."""
         return (kind, name) in self._ranges
 
+    def files_of(self, name: str, numel: int, start: int, stop: int) -> set[str]:
+        """The files that hold anything of elements `[start, stop)` of a parameter of `numel`, or of
+        its optimizer's state.
+        """
+        found = {
+            stored.file
+            for stored in self._files.tensors.values()
+            if stored.name.startswith("whole:") and stored.name.endswith(f":{name}")
+        }
+        for (_, other), ranges in self._ranges.items():
+            if other == name:  # what is counted otherwise, as blocks are, is taken whole
+                alike = ranges[-1].stop == numel
+                found |= {
+                    each.stored.file
+                    for each in ranges
+                    if not alike or (each.start < stop and start < each.stop)
+                }
+        return found
+
     def check(self, kind: str, name: str, numel: int, dtype: str) -> None:
         """Raises ValueError unless the ranges cover all `numel` elements, each once."""
         end = 0

@@ -174,6 +174,12 @@ class SafetensorsFiles:
                 )
             view, offset = view[count:], offset + count
 
+    def leave_out(self, names: Iterable[str]) -> None:
+        """From now on these files can't be read."""
+        for name in names:
+            if (file := self._files.pop(name, None)) is not None:
+                file.close()
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()

@@ -33,6 +33,7 @@ from ..scratch.mapped_files import MappedFiles
 from . import file_operations, manifest, random_state
 from .contents import Contents, NamedSpan
 from .extra_state import encoded, extra_states_of
+from .hosts import Hosts, from_rank
 from .numbered import check_run, next_number, prune
 from .safetensors_files import bytes_of
 from .safetensors_writing import ToWrite, Written, header_of, write_file
@@ -56,6 +57,8 @@ def save_checkpoint(
     keep_last: int | None = None,
     run: str | None = None,
     background: bool = False,
+    local: bool = False,
+    replicas: int = 0,
 ) -> Saving:
     """Saves model, optimizer and `extra` in a directory. Every rank writes its own part.
 
@@ -89,16 +92,24 @@ def save_checkpoint(
             checkpoint appears when every rank has called `wait()`, some steps later. The next save
             or load of the model calls it too. (With `offload=DIR` the copy is a file without a name
             in that directory, and takes no memory.)
+        local: `path` is on storage that only a host's own ranks see. Each host's directory gets its
+            ranks' files and the manifest. Give each such save a name of its own, the same on all
+            ranks: what lies under `path` is deleted first. `keep_last` works on every host.
+            `load_checkpoint` brings together what hosts lack; for `latest_checkpoint` pass `model`.
+        replicas: With `local`, each rank's files are sent to so many other hosts, too: then as many
+            may be lost. (If there are fewer hosts, to all.) With `background`, in `wait()`.
 
     Returns:
         A `Saving`. Without `background` there is nothing to wait for.
 
     Raises:
         TypeError: `extra`, a module's extra state, or an option or a state of the optimizer holds a
-            value that could only be pickled; `keep_last` is no integer, or `run` is no text.
+            value that could only be pickled; `keep_last` or `replicas` is no integer, or `run` no
+            text.
         ValueError: Nothing in `model` is sharded, an optimizer is of another model, two optimizers
             hold one parameter, ranks save different things or have made different steps,
-            `keep_last` is less than 1, `run` is empty, or with `background` the directory of
+            `keep_last` is less than 1, `replicas` is negative or given without `local`, `run` is
+            empty, or with `background` the directory of
             `offload` is gone. Every rank raises it, before anything is written.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not write, or has no room for the copies of `background`; or, with
@@ -111,7 +122,7 @@ def save_checkpoint(
         path = f"{directory}/step-{step}"
         zero3.save_checkpoint(path, model, optimizer, extra=extra, keep_last=3)
     """
-    asked = _Asked(path, extra, weights, frozen, keep_last, run, background)
+    asked = _Asked(path, extra, weights, frozen, keep_last, run, background, local, replicas)
     saving = Saving(_prepare(asked, model, optimizer))
     if not background:
         saving.wait()
@@ -129,6 +140,8 @@ class _Asked:
     keep_last: int | None
     run: str | None
     background: bool
+    local: bool
+    replicas: int
 
     def check(self) -> None:
         path, keep_last = os.fspath(self.path), self.keep_last
@@ -143,6 +156,13 @@ class _Asked:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, found {keep_last}")
         check_run(self.run)
+        if type(self.replicas) is not int:
+            raise TypeError(f"replicas must be an integer of at least 0, found {self.replicas!r}")
+        if self.replicas < 0 or (self.replicas and not self.local):
+            raise ValueError(
+                f"replicas={self.replicas}: expected at least 0, and local=True: copies are for "
+                "hosts that do not see each other's files"
+            )
 
 
 def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _Prepared:
@@ -153,7 +173,7 @@ def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _
     first.saves.finish()
     together: Together | None = None
     held: list[Held] = []
-    with agreeing(first.communicator, first.device, "save_checkpoint") as lines:
+    with agreeing(first.communicator, first.device, "save_checkpoint", log=first.log) as lines:
         prepared = _Prepared(asked, model)
         land_steps(prepared.contents.states)
         if optimizer is not None:
@@ -178,12 +198,14 @@ class _Prepared:
         self.directory = Path(os.path.abspath(asked.path))
         self.contents = contents = Contents(model, "save_checkpoint")
         self.token = ""
+        self.hosts: Hosts | None = None  # with `local`, those on which the parts lie
         self.model_entries: list[ToWrite] = []
         self.optimizer_entries: list[ToWrite] | None = None
         self.metadata: dict[str, str] = {}
         written = getattr(getattr(model, "config", None), "to_json_string", None)
         tensors: list[Tensor] = []
         self.content: dict[str, Any] = {
+            **({"local": True} if asked.local else {}),
             "world_size": contents.world_size,
             "optimizer": None,
             "config": json.loads(written()) if callable(written) else None,
@@ -211,8 +233,16 @@ class _Prepared:
     def lines(self) -> list[str]:
         """Returns what has to be the same on all ranks."""
         tensors = (f"{name}: {described}" for name, described in self.content["tensors"].items())
-        kept = f"keep_last: {self.asked.keep_last}"
-        return [f"path: {self.directory}", kept, f"run: {self.run}", *tensors]
+        asked = self.asked
+        where = f"name: {self.directory.name}" if asked.local else f"path: {self.directory}"
+        tier = [f"local: {asked.local}", f"replicas: {asked.replicas}"]
+        kept = f"keep_last: {asked.keep_last}"
+        return [where, *tier, kept, f"run: {self.run}", *tensors]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes directories, writes the manifest, and cleans up."""
+        return self.contents.is_first if self.hosts is None else self.hosts.leads
 
     def gather_entries(self, optimizer: Together | None, held: list[Held]) -> None:
         """Collects the tensors that this rank writes. Every rank calls it."""
@@ -252,14 +282,21 @@ class _Prepared:
         launched = launched if launched not in ("", "none") else self.token
         self.run = self.content["run"] = self.run or states[0].saves.run or launched
         for state in states:
-            state.saves.belong_to(self.run)
+            state.saves.belong_to(self.run, 0)
 
     def make_directory(self) -> None:
-        """Rank 0 makes the directory. Every rank calls it."""
+        """Rank 0 makes the directory, or one rank on each host. Every rank calls it."""
         contents, what = self.contents, "the directory of save_checkpoint"
+        if self.asked.local:
+            with agreeing(contents.communicator, contents.device, what):
+                file_operations.make_directory(self.directory)
+            self.hosts = Hosts(contents.states[0], self.directory)
         try:
             with agreeing(contents.communicator, contents.device, what):
-                if contents.is_first:
+                # renames on several hosts can't be one: an old part could be taken for a new one
+                if self.hosts is not None and self.leads:
+                    manifest.delete(self.directory)
+                if self.leads:
                     manifest.begin(self.directory, self.run, self.token)
         except Exception:
             self.clean()
@@ -275,24 +312,48 @@ class _Prepared:
             files[f"optimizer-{suffix}"] = self.optimizer_entries, {}
         return files
 
+    def send_copies(self, files: dict[str, Written]) -> None:
+        """Sends what other hosts are to keep, and rank 0's part of the manifest. With `local`,
+        every rank calls it.
+        """
+        contents, hosts = self.contents, self.hosts
+        if hosts is None:
+            return
+        data = self.directory / f"data-{self.token}"
+        sizes = sorted((name, written.nbytes) for name, written in files.items())
+        parcels = hosts.copies(sizes, self.asked.replicas)
+        hosts.deliver(parcels, data, data, "save_checkpoint")
+        first = contents.states[0]
+        text = json.dumps(self.content) if contents.is_first else ""
+        self.content = json.loads(from_rank(first, text, 0))
+        number = max(next_number(self.directory) if hosts.leads else 0, first.saves.number + 1)
+        numbers = exchange_texts(contents.communicator, contents.device, str(number))
+        self.content["number"] = max(map(int, numbers))
+
     def commit(self, files: dict[str, Written]) -> None:
-        """Writes the manifest. Rank 0 calls it when the files of all ranks are on the disk."""
+        """Writes the manifest, when the files of all ranks are on the disk. Who leads calls it."""
         data = self.directory / f"data-{self.token}"
         for directory in (data, self.directory, self.directory.parent):
             file_operations.sync_directory(directory)
-        self.content["number"] = next_number(self.directory)
+        number = self.contents.states[0].saves.number + 1
+        if self.hosts is None:
+            self.content["number"] = max(next_number(self.directory), number)
         manifest.write(self.directory, self.content, dict(sorted(files.items())), self.token)
 
     def clean(self) -> None:
-        """Removes the files of the replaced checkpoint and of failed saves. Only rank 0 does.
+        """Removes the files of the replaced checkpoint and of failed saves. Who leads does.
 
         If it fails, the next save tries again.
         """
-        if not self.contents.is_first:
+        if not self.leads:
             return
         try:
             there = (self.directory / manifest.NAME).is_file()
-            keep = manifest.read(self.directory).data.name if there else None
+            if self.hosts is None:
+                keep = manifest.read(self.directory).data.name if there else None
+            else:  # which holds a part of the files
+                content = manifest.parse(self.directory / manifest.NAME) if there else {}
+                keep = content.get("data")
             manifest.clean(self.directory, keep)
             if self.directory.is_dir() and not file_operations.names_in(self.directory):
                 file_operations.remove(self.directory)
@@ -396,6 +457,8 @@ class Saving:
         contents = self._prepared.contents
         communicator, device = contents.communicator, contents.device
         contents.states[0].saves.end()
+        log = contents.states[0].log
+        log.keep("save_checkpoint")  # so that a rank that still writes is behind
         try:
             agree(communicator, device, "the files of save_checkpoint", [], self._error)
             written = self._written.items()
@@ -403,15 +466,18 @@ class Saving:
             files: dict[str, Written] = {}
             for text in exchange_texts(communicator, device, mine):
                 files |= {name: Written(*each) for name, each in json.loads(text).items()}
-            with agreeing(communicator, device, "the manifest of save_checkpoint"):
-                if contents.is_first:
+            self._prepared.send_copies(files)
+            with agreeing(communicator, device, "the manifest of save_checkpoint", log=log):
+                if self._prepared.leads:
                     self._prepared.commit(files)
         except BaseException:
             self._prepared.clean()
             raise
         # no rank returns before the cleaning
-        with agreeing(communicator, device, "the end of save_checkpoint"):
+        with agreeing(communicator, device, "the end of save_checkpoint", log=log):
             self._prepared.clean()
+        for state in contents.states:
+            state.saves.belong_to(self._prepared.run, self._prepared.content.get("number", 0))
 
 
 def _place_of_copies(states: Iterable[LayerState]) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .board import board_for, by_rank
 from .communicator import Communicator
 from .errors import NamingFailures, Subject
+from .log import TransferLog
 
 __all__: list[str] = []
 
@@ -125,10 +126,14 @@ def _function_in(subject: str) -> str:
 
 @contextmanager
 def agreeing(
-    communicator: Communicator, device: torch.device, subject: str, caller: str = ""
+    communicator: Communicator,
+    device: torch.device,
+    subject: str,
+    caller: str = "",
+    log: TransferLog | None = None,
 ) -> Iterator[list[str]]:
     """Context for work that may fail on one rank: at its end all ranks go on, or all raise the same
-    error. See `agree`.
+    error. See `agree`. `log`: the model's, if the ring is to tell who still works.
 
     Yields:
         An empty list. Lines that the caller appends have to be the same on all ranks.
@@ -139,6 +144,8 @@ def agreeing(
         yield lines
     except Exception as caught:  # of any kind: the other ranks wait to hear of it
         error = caught
+    if log is not None:
+        log.keep(caller or subject.rpartition(" ")[2])
     agree(communicator, device, subject, lines, error, caller=caller)
 
 

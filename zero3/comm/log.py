@@ -34,6 +34,16 @@ class Tells(Protocol):
     def exchange_later(self, payload: bytes, device: Any) -> Told: ...
 
 
+class Keeps(Protocol):
+    """What keeps the latest transfers for after the process's end."""
+
+    def code(self, doing: str) -> int: ...
+
+    def turn(self, direction: int) -> None: ...
+
+    def put(self, code: int, forward: int, moves: int = 1) -> int: ...
+
+
 class Entry(NamedTuple):
     """The gather or the reduction of a layer. Each layer makes one object of each, and logs it for
     every transfer.
@@ -57,10 +67,11 @@ class TransferLog:
     A transfer costs only one append to `entries`. The hash is computed later, when it is needed.
     """
 
-    __slots__ = ("_digest", "_latest", "_said", "_told", "entries", "folded", "passes")
+    __slots__ = ("_digest", "_latest", "_said", "_told", "entries", "folded", "passes", "ring")
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []  # transfers that are not in the hash yet
+        self.ring: Keeps | None = None  # whoever conducts a transfer writes it there, too
         self.passes = 0  # forwards of the whole model; inside `resident` ranks may differ
         self.folded = 0  # the number of transfers in the hash
         self._digest = 14695981039346656037
@@ -86,6 +97,21 @@ class TransferLog:
         ranks.
         """
         self.entries.append(Entry(doing, Noted(what), hash(numbers)))
+        self.keep(doing)
+
+    def keep(self, doing: str) -> None:
+        """Something begins that is no layer's, and that no conductor of the ring hears of."""
+        if self.ring is not None:
+            self.ring.put(self.ring.code(doing), self.passes)
+
+    def keep_in(self, ring: Keeps | None) -> None:
+        self.ring = ring
+
+    def step(self, direction: int, mark: str) -> None:
+        """An optimizer's step begins, or is over."""
+        if self.ring is not None:
+            self.ring.turn(direction)
+            self.ring.put(self.ring.code(mark), self.passes, 0)
 
     @property
     def count(self) -> int:

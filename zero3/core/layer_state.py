@@ -52,10 +52,11 @@ class Saves:
 
     def __init__(self) -> None:
         self.run: str | None = None  # of the checkpoint that was loaded or saved last
+        self.number = 0  # its own; later ones have higher numbers, wherever they lie
         self._wait: Callable[[], None] | None = None
 
-    def belong_to(self, run: str | None) -> None:
-        self.run = run
+    def belong_to(self, run: str | None, number: int) -> None:
+        self.run, self.number = run, max(self.number, number)
 
     def begin(self, wait: Callable[[], None]) -> None:
         self._wait = wait

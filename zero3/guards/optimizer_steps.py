@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,6 +18,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.communicator import is_first
+from ..comm.ring import OUTSIDE, STEP
 from ..core.collectives import Use
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
@@ -61,6 +63,9 @@ class Steps:
                 return None
             first, steps = steps is None, _Watched(optimizer, self._warned)
             self._known[optimizer] = steps
+            if first and any(state.log.ring is not None for state in steps.states()):
+                optimizer.register_step_pre_hook(partial(self._tell, STEP, "step"))
+                optimizer.register_step_post_hook(partial(self._tell, OUTSIDE, "outside"))
             for text in steps.problems(optimizer) if first else ():
                 _log.warning("%s", text)
         if steps.owners and (len(args) > 1 or kwargs):
@@ -71,6 +76,11 @@ class Steps:
                 if account.unreached.maybe or account.owed:
                     return steps.begin(optimizer, args, kwargs)
         return None
+
+    def _tell(self, direction: int, mark: str, optimizer: Optimizer, *_: Any) -> None:
+        """The models' rings: a step begins, or is over."""
+        for log in {state.log for state in self._known[optimizer].states()}:
+            log.step(direction, mark)
 
 
 def steps_seen() -> Steps:
@@ -107,12 +117,12 @@ class _Watched:
         # the outer one's, while a subclass's step calls its base's: a step that has raised is gone
         self._step: weakref.ref[_Running] = weakref.ref(_Running())
 
-    def _states(self) -> list[LayerState]:
+    def states(self) -> list[LayerState]:
         return [state for owner in self.owners if (state := owner()) is not None]
 
     def problems(self, optimizer: Optimizer) -> list[str]:
         """What rank 0 warns of before the first step."""
-        states = self._states()
+        states = self.states()
         held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         if not states or not is_first(states[0].communicator):
             return []
@@ -130,7 +140,7 @@ class _Watched:
         return args, step
 
     def _look(self, optimizer: Optimizer) -> None:
-        states = self._states()
+        states = self.states()
         if any(state.gradients.owed() and not shards_gradients(state.policy) for state in states):
             reduce_deferred(p.grad for group in optimizer.param_groups for p in group["params"])
         self._warn_of_unreached(states)

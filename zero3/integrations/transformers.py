@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
@@ -27,6 +27,7 @@ from ..names import named_tensors
 from ..offload.activations import offload_activations
 from ..offload.optimizer import offload_optimizer
 from ..optim.check_optimizer import check_optimizer
+from ..resilience.batch_finder import BatchFinder
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
 from .engines import VLLMWeights, keep_masters
@@ -58,10 +59,6 @@ _CONVERTS = (
 )
 _REFUSED = MappingProxyType(
     {  # options of transformers and TRL, with reasons
-        "auto_find_batch_size": (
-            "one rank may run out of memory where the others do not, and they would go on "
-            "with different batches. Set per_device_train_batch_size"
-        ),
         "fsdp": _SHARDS_ITSELF,
         "deepspeed": _SHARDS_ITSELF,
         "parallelism_config": (
@@ -106,6 +103,8 @@ class Zero3Mixin(_Base):
     * Gradient accumulation reduces the gradients of every micro-batch, so that no rank holds whole
       ones. `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": False}}` keeps
       them whole, and reduces once.
+    * `auto_find_batch_size=True` cuts each batch into micro-batches that fit on all ranks
+      (`zero3.BatchFinder`). The global batch, the number of steps and what is logged stay.
     * Every rank calls `train`, `evaluate`, `predict`, `save_model` and the model's `generate`.
       Inside `generate` each rank holds the whole model, and stops when it likes.
 
@@ -131,6 +130,7 @@ class Zero3Mixin(_Base):
     """
 
     optimizer: Any
+    current_gradient_accumulation_steps: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -151,13 +151,16 @@ class Zero3Mixin(_Base):
         if self._is_of_trl():
             require("trl", "Zero3Mixin before a trainer of TRL")
         self._zero3_choice = policy, layers
-        self._offloads_activations = False
+        self._offloads_activations = self._finds_batches = False
+        self._zero3_finder: BatchFinder | None = None
         try:
             super().__init__(*args, **kwargs)
         finally:
             if self._offloads_activations:
                 self.args.activation_offloading = True  # of TRL
         self._shard_models()
+        if self._finds_batches and is_sharded(self.model):
+            self._finder_of(self.model)
         keep_masters(self.model)
         if (engine := getattr(self, "vllm_generation", None)) is not None:
             VLLMWeights(engine, self._sharded_models, self._plain_optimizer)
@@ -176,6 +179,13 @@ class Zero3Mixin(_Base):
         for option, reason in _REFUSED.items():
             if value := getattr(self.args, option, None):
                 raise ValueError(f"{option}={value!r}: {reason}")
+        if self.args.auto_find_batch_size:  # the Trainer's own begins anew, on one rank alone
+            if self._is_of_trl() and not self._takes_single_rows():
+                raise ValueError(
+                    "auto_find_batch_size=True: rows of this trainer's batches belong together. "
+                    "Set per_device_train_batch_size"
+                )
+            self._finds_batches, self.args.auto_find_batch_size = True, False
         # TRL's own, which would take the layers' full buffers along
         if getattr(self.args, "activation_offloading", False):
             self._offloads_activations, self.args.activation_offloading = True, False
@@ -194,6 +204,10 @@ class Zero3Mixin(_Base):
 
     def _is_of_trl(self) -> bool:
         return any(kind.__module__.partition(".")[0] == "trl" for kind in type(self).__mro__)
+
+    def _takes_single_rows(self) -> bool:
+        """Whether each row of a batch counts by itself, of all trainers of TRL."""
+        return any(kind.__name__ == "SFTTrainer" for kind in type(self).__mro__)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: `shard` moves one layer after another, so the whole model need not fit on the
@@ -247,6 +261,41 @@ class Zero3Mixin(_Base):
             elif resume_from_checkpoint:
                 self._check(Path(resume_from_checkpoint))
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _finder_of(self, model: nn.Module) -> BatchFinder:
+        if self._zero3_finder is None or self._zero3_finder.model is not model:
+            try:
+                self._zero3_finder = BatchFinder(model)
+            except ValueError as error:
+                raise ValueError(f"auto_find_batch_size=True: {error}") from error
+        return self._zero3_finder
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The trainer's, once for each micro-batch that fits."""
+        if not self._finds_batches:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        steps, losses = self.current_gradient_accumulation_steps, []
+        for micro in self._finder_of(model).micro_batches(inputs):
+            # a loss by the number of items in the batch is a part of the batch's; a mean is not
+            share = 1.0 if self._divides_by_items(num_items_in_batch) else micro.weight
+            self.current_gradient_accumulation_steps = steps / share
+            try:
+                with micro:
+                    loss = super().training_step(model, micro.data, num_items_in_batch)
+            finally:
+                self.current_gradient_accumulation_steps = steps
+            losses += [] if micro.failed else [loss]
+        return torch.stack(losses).sum()
+
+    def _divides_by_items(self, num_items_in_batch: Any) -> bool:
+        """As the trainer's `training_step` decides it."""
+        if (said := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
+            return bool(said)
+        by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return by_model or self.compute_loss_func is not None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The trainer's optimizer, whose groups are made by the parameters' own names."""

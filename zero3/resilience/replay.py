@@ -49,7 +49,7 @@ class EndGuard:
     moves: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return "ends a guarded micro-batch"
+        return "ends a step_guard"
 
     def perform(self) -> Any:
         return self.end() if self.end is not None else None
@@ -161,14 +161,7 @@ class CollectiveReplay:
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
         self._held: list[tuple[LayerState, Recording]] = []
-        self._kind = tuple(
-            (
-                s.gradients.deferred,
-                s.gradients.fate,
-                *(chunk.shard.requires_grad for chunk in s.chunks),
-            )
-            for s in self._states
-        )
+        self._kind = _kind_of(self._states)
         self._versions = self._chunk_versions()
         scripts: dict[object, _Script] = next(
             (runtime.replays for runtime in runtimes_in(self._model)), {}
@@ -308,6 +301,21 @@ class CollectiveReplay:
 
     def _chunk_versions(self) -> list[int]:
         return [chunk.shard._version for state in self._states for chunk in state.chunks]
+
+
+def _kind_of(states: Sequence[LayerState]) -> tuple[object, ...]:
+    """Guarded micro-batches of one kind make the same collectives."""
+    return tuple(
+        (s.gradients.deferred, s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks))
+        for s in states
+    )
+
+
+def knows_transfers(model: nn.Module, states: Sequence[LayerState]) -> bool:
+    """Whether a rank that fails in a guarded micro-batch could make the rest of its transfers."""
+    kind = _kind_of(states)
+    known = any(kind in runtime.replays for runtime in runtimes_in(model))
+    return known or states[0].communicator.world_size == 1
 
 
 def tell_end(first: LayerState, trouble: Trouble | None) -> list[Trouble | None]:

@@ -269,6 +269,8 @@ class JoinCoordinator:
                 self._changes.take(only_if=True)
                 return
             self._follows = True
+            if isinstance(what, CountTokens | EndGuard):  # which pass no conductor here
+                self._states[0].log.keep(str(what))
             try:
                 if isinstance(what, CountTokens):
                     self._tokens = weigh(self._states, 0, 0).total
