@@ -36,6 +36,9 @@ from .planning.plan import plan
 from .policy import ParamInfo, ShardingPolicy
 from .quantized.formats import MXFP4, NF4, Float8, Int8
 from .resilience.step_guard import step_guard
+from .sequences.causal_lm import causal_lm_loss
+from .sequences.head import linear_cross_entropy
+from .sequences.tiles import tile
 from .sequential import Zero3Sequential
 from .shard import shard
 from .uneven.joinable import joinable
@@ -57,6 +60,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "Zero3Sequential",
     "ZeroRedundancyOptimizer",
     "backward",
+    "causal_lm_loss",
     "check",
     "check_optimizer",
     "clip_grad_norm_",
@@ -69,6 +73,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "is_sharded",
     "joinable",
     "latest_checkpoint",
+    "linear_cross_entropy",
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
@@ -97,4 +102,5 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "shard",
     "step_guard",
     "stream_weights",
+    "tile",
 ]

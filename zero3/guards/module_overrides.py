@@ -60,7 +60,7 @@ class Override:
         )
         self._name = name
         self._module = weakref.ref(module)
-        self._around = around
+        self.around = around
         # whose attributes are its own; a function's are what others have noted on it
         outside = isinstance(self._own, Override)
         functools.update_wrapper(
@@ -69,7 +69,14 @@ class Override:
         module.__dict__[name] = self
 
     def runs(self, around: Callable[..., Any]) -> bool:
-        return self._around is around
+        return self.around is around
+
+    def undo(self) -> None:
+        """The module has again what it had before. It must be the last one of that name."""
+        if (module := self._module()) is not None:
+            del module.__dict__[self._name]
+            if self._own is not None:
+                module.__dict__[self._name] = self._own
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -81,7 +88,7 @@ class Override:
         module = self._module()
         if module is None:
             raise RuntimeError(f"the model that this {self._plain.__qualname__} belongs to is gone")
-        return self._around(
+        return self.around(
             module, self._own or functools.partial(self._plain, module), *args, **kwargs
         )
 

@@ -23,6 +23,7 @@ from ..core.layer_state import LayerState
 from ..guards.module_overrides import Override
 from ..layer import RootEntry, Zero3Layer, layers_of, run_sharded
 from ..policy import ShardingPolicy
+from ..sequences.head import output_head
 from ..shard import PolicyOf, shard
 
 __all__: list[str] = []
@@ -102,15 +103,6 @@ def computes_in_low_precision(model: nn.Module) -> bool:
     a second opinion.
     """
     return any(state.policy.param_dtype is not None for state in states_of(model))
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    asked: Any = getattr(model, "get_output_embeddings", None)
-    try:
-        found = asked() if callable(asked) else None
-    except (NotImplementedError, AttributeError):  # models without a head answer so
-        return None
-    return found if isinstance(found, nn.Module) else None
 
 
 def enclose_forward(model: nn.Module) -> None:
