@@ -4,17 +4,19 @@ shards.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
@@ -27,6 +29,7 @@ from ..names import named_tensors
 from ..offload.activations import offload_activations
 from ..offload.optimizer import offload_optimizer
 from ..optim.check_optimizer import check_optimizer
+from ..sequences.causal_lm import OtherLogitsError, causal_lm_loss, is_by_chunks
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
 from .engines import VLLMWeights, keep_masters
@@ -50,6 +53,7 @@ else:
 
 __all__ = ["Zero3Mixin", "Zero3Trainer"]
 
+_log = logging.getLogger("zero3")
 _KEPT_KINDS = (ValueError, TypeError, RuntimeError, OSError)  # of errors that keep their type
 _SHARDS_ITSELF = "zero3 shards the model itself. Leave it out"
 _CONVERTS = (
@@ -106,6 +110,8 @@ class Zero3Mixin(_Base):
     * Gradient accumulation reduces the gradients of every micro-batch, so that no rank holds whole
       ones. `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": False}}` keeps
       them whole, and reduces once.
+    * Where the loss is a causal model's own, it is made without logits, by `zero3.causal_lm_loss`.
+      Evaluation, which may ask for logits, has them. (TRL's SFTTrainer does without them itself.)
     * Every rank calls `train`, `evaluate`, `predict`, `save_model` and the model's `generate`.
       Inside `generate` each rank holds the whole model, and stops when it likes.
 
@@ -113,6 +119,7 @@ class Zero3Mixin(_Base):
         args: As for the trainer class.
         policy: As for `zero3.shard`. None: what `bf16` or `fp16` of the training arguments ask for.
         layers: As for `zero3.shard`.
+        chunked_head: Whether training makes a causal model's loss without logits.
         kwargs: As for the trainer class.
 
     Raises:
@@ -146,11 +153,17 @@ class Zero3Mixin(_Base):
             )
 
     def __init__(
-        self, *args: Any, policy: Policy = None, layers: Layers = None, **kwargs: Any
+        self,
+        *args: Any,
+        policy: Policy = None,
+        layers: Layers = None,
+        chunked_head: bool = True,
+        **kwargs: Any,
     ) -> None:
         if self._is_of_trl():
             require("trl", "Zero3Mixin before a trainer of TRL")
         self._zero3_choice = policy, layers
+        self._chunks_head = chunked_head
         self._offloads_activations = False
         try:
             super().__init__(*args, **kwargs)
@@ -243,10 +256,33 @@ class Zero3Mixin(_Base):
                 self._check(Path(resume_from_checkpoint))
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """As the trainer's. It makes no logits if the loss is a causal model's own."""
+        own = self._next_with("compute_loss") is not Trainer or self.label_smoother is not None
+        own = own or self.compute_loss_func is not None or return_outputs or not self._chunks_head
+        if not own and is_by_chunks(model, inputs):
+            compute: Any = partial(_without_logits, model)
+            try:
+                return super().compute_loss(compute, inputs, num_items_in_batch=num_items_in_batch)
+            except OtherLogitsError as error:
+                _log.info("chunked_head=True does nothing for this model: %s", error)
+                self._chunks_head = False
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _next_with(self, method: str) -> type:
+        """The class behind this one whose method of that name runs."""
+        others = type(self).__mro__[type(self).__mro__.index(Zero3Mixin) + 1 :]
+        return next(kind for kind in others if method in vars(kind))
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The trainer's optimizer, whose groups are made by the parameters' own names."""
-        others = type(self).__mro__[type(self).__mro__.index(Zero3Mixin) + 1 :]
-        if next(kind for kind in others if "create_optimizer" in vars(kind)) is not Trainer:
+        if self._next_with("create_optimizer") is not Trainer:
             optimizer: torch.optim.Optimizer = super().create_optimizer(
                 *([model] if model is not None else [])
             )
@@ -382,6 +418,10 @@ def _numel_but_for_embeddings(model: nn.Module) -> int:
 def _generate(model: nn.Module, generate: Any, /, *args: Any, **kwargs: Any) -> Any:
     with resident(model):
         return generate(*args, **kwargs)
+
+
+def _without_logits(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
+    return {"loss": causal_lm_loss(model, **inputs)}
 
 
 @contextmanager

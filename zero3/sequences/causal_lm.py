@@ -95,6 +95,23 @@ def causal_lm_loss(
     return total / (tokens.to(total.device) if isinstance(tokens, Tensor) else tokens)
 
 
+class OtherLogitsError(ValueError):
+    """A model's logits are not what its head returns."""
+
+
+def is_by_chunks(model: nn.Module, batch: Any) -> bool:
+    """Whether `causal_lm_loss` takes the model, as far as can be known before its forward."""
+    if "labels" not in batch and "shift_labels" not in batch:
+        return False
+    if getattr(model, "loss_type", None) is None or other_loss(model, batch) is not None:
+        return False
+    try:
+        check_head(output_head(model))
+    except TypeError:
+        return False
+    return True
+
+
 def other_loss(model: nn.Module, batch: Any) -> str | None:
     """Why the loss of a model is not the cross entropy of what its head returns. None: it is."""
     if output_head(model) is None:
@@ -137,7 +154,7 @@ def _through(model: nn.Module, classes: Classes, batch: dict[str, Any]) -> Tenso
         found = model(**batch)
     logits = found["logits"] if isinstance(found, dict) else getattr(found, "logits", None)
     if len(made) != 1 or not isinstance(logits, Tensor) or not _is_same(logits, made[0]):
-        raise ValueError(
+        raise OtherLogitsError(
             f"{type(unwrapped(model)).__name__} returns other logits than its head makes: it "
             f"changes them, or has called its head {len(made)} times. Take model(**batch).loss"
         )
