@@ -38,6 +38,8 @@ from .quantized.formats import MXFP4, NF4, Float8, Int8
 from .resilience.step_guard import step_guard
 from .sequences.causal_lm import causal_lm_loss
 from .sequences.head import linear_cross_entropy
+from .sequences.parts import attend
+from .sequences.splitting import split_sequence
 from .sequences.tiles import tile
 from .sequential import Zero3Sequential
 from .shard import shard
@@ -59,6 +61,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "Zero3Layer",
     "Zero3Sequential",
     "ZeroRedundancyOptimizer",
+    "attend",
     "backward",
     "causal_lm_loss",
     "check",
@@ -100,6 +103,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "set_forward_order",
     "set_trainable",
     "shard",
+    "split_sequence",
     "step_guard",
     "stream_weights",
     "tile",

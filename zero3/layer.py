@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .build.construction import Request, all_but, build_state, device_of
-from .comm.factory import Dealer
+from .comm.factory import Dealer, parts_over
 from .comm.plain_values import name_of
 from .core.autograd import (
     attributes_of,
@@ -210,6 +210,11 @@ class Zero3Layer(StandIn):
         process_group: Any = None,
     ) -> None:
         super().__init__()
+        if parts_over(process_group) > 1:
+            raise ValueError(
+                "process_group is a mesh with sp, whose ranks hold parts of the same sequences: "
+                "that takes the whole model. Call zero3.shard(model, process_group=mesh)"
+            )
         request = Request(module, rank, world_size, device, dtype, policy, process_group)
         if isinstance(policy, ShardingPolicy) and policy.expert_parallel:
             request = _with_experts(request)

@@ -20,7 +20,7 @@ from .auto_wrap import Candidate, Layers, choose, few_that_train, tied_across
 from .build.construction import Request, agree_on, all_but, build_state, device_of
 from .build.selecting import formats_of, without_ignored
 from .comm.communicator import is_first
-from .comm.factory import Dealer
+from .comm.factory import Dealer, parts_over
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.parameters import (
@@ -41,6 +41,7 @@ from .guards.unshardable import check_parameters
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
+from .sequences.dividing import check_dividable, divide_sequences
 
 __all__: list[str] = []
 
@@ -122,7 +123,9 @@ def shard(
         process_group: The ranks that share the model: a process group, or a `DeviceMesh` of one
             dimension, or of two, named `("dp_replicate", "dp_shard")`: chunks are cut over the
             second and repeated over the first; or `("dp_shard", "ep")` for `expert_parallel`, see
-            `ShardingPolicy`: all else is cut over all ranks. None: the default group, or this
+            `ShardingPolicy`: all else is cut over all ranks; or `("dp_shard", "sp")`, or with
+            `"dp_replicate"` before them: chunks are cut over both, and the ranks of `sp` hold parts
+            of the same sequences, see `split_sequence`. None: the default group, or this
             process alone if there is no group.
 
     Returns:
@@ -161,6 +164,8 @@ def shard(
         ):
             _put(model, module, layer)
     root = build_state(partition.root, is_layer)
+    if parts_over(process_group) > 1:
+        divide_sequences(model, root, process_group)
     _enter_through_root(root, model)
     refuse_merges(model)
     _report(model, root, partition.adapters)
@@ -195,6 +200,8 @@ def _agreed_partition(
             _partitioned(common, layers, policy), _as_configured(common.module, policy)
         )
         _check_together(partition)
+        if (ranks := parts_over(common.process_group)) > 1:
+            check_dividable(common.module, ranks, [part.policy for part in partition.layers])
         partition = _with_adapters(partition)
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught

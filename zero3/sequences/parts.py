@@ -1,20 +1,345 @@
-"""Parts of sequences over the ranks of a group (Ulysses)."""
+"""Parts of sequences over the ranks of a group (Ulysses): each rank has all layers' activations for
+its part, and attention some heads of the whole.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
+from ..comm.errors import NamingFailures
+from ..comm.factory import Shared
+from ..comm.log import Entry
+from ..conductors.conducted import unconducted
+from ..core.autograd import inside_backward, tensors_in
+from ..core.layer_state import LayerState
 from ..core.parameters import unwrapped
+from .exchange import DOING, Measured, Way, swap
+from .heads import key_heads, query_heads, repeats
 
 __all__: list[str] = []
 
-_PARTS = "_zero3_parts"  # in the `__dict__` of a model's modules
+PARTS = "_zero3_parts"  # in the `__dict__` of a model's modules
+CUT = "zero3_cut"  # an attribute of the tensors that `split_sequence` has cut
+# whose forward or recomputation is under way; attentions are functions, and are told of no model
+_UNDER_WAY: ContextVar[Parts | None] = ContextVar("zero3 parts of sequences", default=None)
+_NOTE = struct.Struct("<iiBB6x")  # sixteen bytes: rows, tokens of this part, what it has, who tells
+_MASK, _POSITIONS, _MISTAKE = 1, 2, 4
+_COMPUTES, _ABSENT = 1, 2
 
 
-def parts_of(module: nn.Module) -> Any:
-    return vars(unwrapped(module)).get(_PARTS)
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Ranks tell each other at the begin of a forward how long their parts are."""
+
+    layer: LayerState  # the root's own
+    parts: Any = field(compare=False, repr=False)
+    mine: Any = field(default=None, compare=False, repr=False)
+    moves: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "compares the lengths of parts of sequences"
+
+    def perform(self) -> Measured:
+        found: Measured = self.parts.measure(*self.mine)
+        return found
+
+    def take_part(self) -> None:
+        self.parts.measure_absent()
+
+
+class Parts:
+    """The group in which a model's sequences are divided, and the forward that is under way."""
+
+    def __init__(self, shared: Shared, root: LayerState) -> None:
+        group = shared.group
+        self.group, self.size = group, group.world_size
+        self.root = weakref.ref(root)
+        self.present: Measured | None = (
+            None  # of the latest forward, or of that which is recomputed
+        )
+        self.depth = 0  # forwards under way
+        self.packed: Tensor | None = None  # [B, S], which sequence a token belongs to, if several
+        self._members, self._index = shared.members, shared.index
+        self.ran: dict[nn.Module, str] = {}  # attentions of this forward
+        self.exchanged: set[nn.Module | None] = set()
+        self._naming = [NamingFailures(group, doing, root.subject) for doing in DOING]
+        self._measuring = NamingFailures(group, "comparing the lengths of", root.subject)
+        self._entries = [
+            Entry(doing, root.subject, 2 * root.identity + 1 | (1 + way) << 32)
+            for way, doing in enumerate(DOING)
+        ]
+
+    # -- one forward
+
+    @property
+    def active(self) -> bool:
+        """Whether sequences are divided here and now: not where a rank computes for itself."""
+        root = self.root()
+        return root is not None and not root.resident
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of `[B, S, ...]`."""
+        return whole.tensor_split(self.size, 1)[self._index]
+
+    @contextmanager
+    def forward(self, measured: Measured, packed: Tensor | None) -> Iterator[None]:
+        self.present, self.packed = measured, packed
+        self.depth += 1
+        self.ran, self.exchanged = {}, set()
+        token = _UNDER_WAY.set(self)
+        try:
+            yield
+        finally:
+            _UNDER_WAY.reset(token)
+            self.depth -= 1
+
+    def come_back(self, output: Any) -> None:
+        """Backward may recompute this forward, when others have followed."""
+        measured = self.present
+
+        def begin(_: Any) -> None:
+            self.present = measured
+            _UNDER_WAY.set(self)
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begin)
+
+    def check_exchanged(self, what: str) -> None:
+        """
+        Raises:
+            RuntimeError: An attention ran, and did not exchange.
+        """
+        missing = [name for module, name in self.ran.items() if module not in self.exchanged]
+        if missing or not self.exchanged:
+            named = f"attention {missing[0]!r} of this" if missing else "no attention of this"
+            raise RuntimeError(
+                f"{named} {what} {'computed by itself' if missing else 'has exchanged anything'}: "
+                "each rank would attend to its own part of the sequence alone. Call it by "
+                "zero3.attend(attention, query, key, value)"
+            )
+
+    # -- what ranks do together
+
+    def measure(
+        self, rows: int, part: int, given: dict[str, Tensor | None], error: Exception | None
+    ) -> Measured:
+        """`given`: "positions" and "mask", `[B, part]`, or None."""
+        has = _MASK * (given["mask"] is not None) | _POSITIONS * (given["positions"] is not None)
+        told = self._tell(rows, part, has | _MISTAKE * (error is not None), _COMPUTES)
+        if error is not None:
+            raise error
+        self._check(told, rows)
+        return self._complete(told, given)
+
+    def measure_absent(self) -> None:
+        """Takes part after a failure, or without data."""
+        told = self._tell(0, 0, 0, _ABSENT)
+        self._check(told, None)
+        self._complete(told, {})
+
+    def _tell(self, rows: int, part: int, has: int, who: int) -> list[tuple[int, int, int, int]]:
+        root = self.root()
+        assert root is not None  # it has called
+        inner, everyone = unconducted(root.communicator), root.communicator
+        joined = inner is not everyone  # ranks without data take part in what all do
+        among = inner if joined else self.group
+        with self._measuring:
+            told = among.exchange(_NOTE.pack(rows, part, has, who), root.device)
+        notes = [_NOTE.unpack(each) for each in told]
+        if not joined:
+            return notes
+        for first in range(0, len(notes), self.size):  # the ranks of a group are consecutive
+            ranks = range(first, first + self.size)
+            absent = [rank for rank in ranks if notes[rank][3] == _ABSENT]
+            if 0 < len(absent) < self.size:
+                raise ValueError(
+                    f"rank {absent[0]} has no data left, and others of its group (sp), which hold "
+                    f"parts of the same sequences, have: ranks {list(ranks)} have to run out "
+                    "together"
+                )
+        return [notes[rank] for rank in self._members]
+
+    def _check(self, told: list[tuple[int, int, int, int]], rows: int | None) -> None:
+        wrong = [rank for rank, note in enumerate(told) if note[2] & _MISTAKE]
+        if wrong:
+            raise ValueError(
+                f"rank {self._members[wrong[0]]} refused its part of the batch: its own error "
+                "says why"
+            )
+        present = [note for note in told if note[3] == _COMPUTES]
+        for number, what in ((0, "rows"), (2, "masks and positions")):
+            if len({note[number] for note in present}) > 1:
+                raise ValueError(
+                    f"ranks {list(self._members)} hold parts of the same sequences, and differ in "
+                    f"{what}: {[note[number] for note in told]}. Pass the whole batch through "
+                    "zero3.split_sequence on each of them"
+                )
+
+    def _complete(
+        self, told: list[tuple[int, int, int, int]], given: dict[str, Tensor | None]
+    ) -> Measured:
+        lengths, batch = tuple(note[1] for note in told), max(note[0] for note in told)
+        has = max(note[2] for note in told)
+        found = dict[str, Tensor]()
+        if has:
+            found = self._gather(batch, lengths, has, given)
+        measured = Measured(batch, lengths, self._index, found.get("positions"), found.get("mask"))
+        self.present = measured
+        return measured
+
+    def _gather(
+        self, batch: int, lengths: tuple[int, ...], has: int, given: dict[str, Tensor | None]
+    ) -> dict[str, Tensor]:
+        """Positions and masks of whole sequences: integers."""
+        root = self.root()
+        assert root is not None
+        names = [name for name, bit in (("positions", _POSITIONS), ("mask", _MASK)) if has & bit]
+        longest = max(lengths)
+        own = torch.zeros(len(names), batch, longest, dtype=torch.int64, device=root.device)
+        for row, name in zip(own, names, strict=True):
+            if (values := given.get(name)) is not None:
+                row[:, : values.shape[1]] = values
+        full = own.new_empty(self.size * own.numel())
+        with self._measuring:
+            self.group.all_gather(full, own.view(-1)).wait()
+        by_rank = full.view(self.size, len(names), batch, longest)
+        whole = torch.cat([by_rank[i, :, :, :length] for i, length in enumerate(lengths)], 2)
+        found = dict(zip(names, whole, strict=True))
+        return {name: each.bool() if name == "mask" else each for name, each in found.items()}
+
+    def swap(self, way: Way, into: Tensor, flat: Tensor, bounds: Any, places: Any) -> None:
+        root = self.root()
+        assert root is not None
+        root.log.entries.append(self._entries[way])
+        with self._naming[way]:
+            self.group.all_to_all(into, flat, bounds, places).wait()
+
+    # -- attention
+
+    def attend(
+        self,
+        attention: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        caller: nn.Module | None = None,
+    ) -> Tensor:
+        """See `zero3.attend`."""
+        measured = self.present
+        if measured is None or query.shape[2] != measured.part or query.shape[0] != measured.batch:
+            raise RuntimeError(
+                f"an attention was called with queries {list(query.shape)}, expected [B, H, part, "
+                f"D] of {'no' if measured is None else f'{measured.batch} x {measured.part}'} "
+                "tokens: it has to be called in a forward of the sharded model, with all tokens "
+                "of this rank's part"
+            )
+        self.exchanged.add(caller)
+        count, keys = query.shape[1], key.shape[1]
+        queries = query_heads(count, self.size)
+        needed = key_heads(queries, keys)
+        there = swap(self, measured, Way.THERE, (queries, needed, needed), query, key, value)
+        own, theirs = queries[self._index], needed[self._index]
+        if (places := repeats(own, theirs, keys, count)) is not None:
+            again = torch.tensor(places, device=key.device)
+            there = there[0], there[1].index_select(1, again), there[2].index_select(1, again)
+        return swap(self, measured, Way.BACK, (queries,), attention(*there).contiguous())[0]
+
+
+def attend(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Calls `attention(query, key, value)`. In a model whose ranks hold parts of sequences it gets
+    some heads of whole sequences in place of all heads of a part.
+
+    For attentions of one's own; those of transformers' models do it by themselves. Elsewhere it is
+    a plain call.
+
+    Args:
+        attention: Gets `[B, heads / sp, S, D]`, and returns `[B, heads / sp, S, *]`. It makes its
+            own mask, of whole sequences.
+        query: `[B, heads, part, D]`. The heads have to be divisible by the number of ranks.
+        key: `[B, key heads, part, D]`. There may be fewer; ranks then share them.
+        value: `[B, key heads, part, *]`.
+
+    Returns:
+        `[B, heads, part, *]`.
+
+    Raises:
+        ValueError: The query heads are not divisible.
+        RuntimeError: It is called outside of a forward of the sharded model.
+
+    Example::
+
+        out = zero3.attend(partial(scaled_dot_product_attention, is_causal=True), q, k, v)
+
+    Source: Jacobs et al., DeepSpeed Ulysses, 2023.
+    """
+    parts = _UNDER_WAY.get()
+    if parts is None or not parts.active or not (parts.depth or inside_backward()):
+        return attention(query, key, value)
+    return parts.attend(attention, query, key, value)
+
+
+def parts_of(module: nn.Module) -> Parts | None:
+    """Those of the model that a module belongs to. None: its ranks hold whole sequences."""
+    found: Parts | None = vars(unwrapped(module)).get(PARTS)
+    return found
+
+
+def measures_of(model: nn.Module) -> list[Measure]:
+    """What a rank without data takes part in, if others of the model's ranks begin a forward."""
+    found = dict.fromkeys(parts for module in model.modules() if (parts := parts_of(module)))
+    roots = ((parts.root(), parts) for parts in found)
+    return [Measure(root, parts) for root, parts in roots if root is not None]
+
+
+def parts_under_way() -> Parts | None:
+    """Those of the model whose forward is under way."""
+    parts = _UNDER_WAY.get()
+    return parts if parts is not None and parts.depth and parts.active else None
+
+
+def measured_by(
+    parts: Parts,
+    rows: int,
+    part: int,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    error: Exception | None,
+) -> Measured:
+    root = parts.root()
+    assert root is not None
+    mine = rows, part, {"positions": positions, "mask": mask}, error
+    found: Measured = root.conductor.conduct(Measure(root, parts, mine))
+    return found
+
+
+def check_whole(tensors: Sequence[Tensor]) -> None:
+    """
+    Raises:
+        ValueError: A rank computes for itself, and was given a part.
+    """
+    if any(hasattr(tensor, CUT) for tensor in tensors):
+        raise ValueError(
+            "inside of zero3.resident each rank has whole sequences, and this batch was cut "
+            "outside of it: call zero3.split_sequence inside, where it cuts nothing"
+        )
+
+
+def padded(tensor: Tensor, missing: int, value: int) -> Tensor:
+    """`[B, S, ...]`, and so many tokens more."""
+    return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing), value=value)
 
 
 def check_reduction(module: nn.Module, reduction: str) -> None:
@@ -22,7 +347,7 @@ def check_reduction(module: nn.Module, reduction: str) -> None:
     Raises:
         ValueError: The mean is asked for, and ranks hold parts of sequences.
     """
-    if reduction == "mean" and parts_of(module) is not None:
+    if reduction == "mean" and (parts := parts_of(module)) is not None and parts.active:
         raise ValueError(
             'reduction="mean" in a model whose ranks hold parts of sequences (sp): the mean over a '
             'part is not that over the whole. Pass reduction="sum", and give the sum and the '
@@ -35,7 +360,7 @@ def check_labels(model: nn.Module) -> None:
     Raises:
         ValueError: Ranks hold parts of sequences, so labels can't be shifted on a rank.
     """
-    if parts_of(model) is not None:
+    if (parts := parts_of(model)) is not None and parts.active:
         raise ValueError(
             "labels= in a model whose ranks hold parts of sequences (sp): they would be shifted "
             "across the cut between ranks. Pass the whole batch through zero3.split_sequence, "

@@ -1,0 +1,242 @@
+"""Attentions of transformers' models, reached by its public registries of attentions and of masks."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.autograd import inside_backward, tensors_in
+from ..core.parameters import unwrapped
+from .heads import query_heads
+from .parts import (
+    check_labels,
+    check_whole,
+    measured_by,
+    parts_of,
+    parts_under_way,
+)
+
+__all__: list[str] = []
+
+_OURS = "zero3_"  # before the name of an attention: what is registered
+_RECURRENT = ("linear_attention", "mamba", "recurrent", "conv", "ssm")
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a model of transformers'. None: it is none."""
+    asked = getattr(getattr(model, "config", None), "get_text_config", None)
+    return asked() if callable(asked) else None
+
+
+def attentions_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The attention modules of the text model, and their names."""
+    config = text_config(model)
+    return {
+        unwrapped(module): name
+        for name, module in model.named_modules()
+        if "attention" in type(unwrapped(module)).__name__.lower()
+        and getattr(module, "config", None) is config
+        and any(isinstance(unwrapped(child), nn.Linear) for child in module.children())
+    }
+
+
+def check_model(model: nn.Module, ranks: int) -> None:
+    """
+    Raises:
+        ValueError: Its sequences can't be divided over so many ranks. It names why.
+    """
+    config = text_config(model)
+    if config is None:
+        return
+    if (reason := _refusal(model, config)) is not None:
+        raise ValueError(
+            f"{type(model).__name__} can't divide its sequences over ranks (sp of the mesh): "
+            f"{reason}. Take a mesh without sp"
+        )
+    query_heads(config.num_attention_heads, ranks)
+
+
+def _refusal(model: nn.Module, config: Any) -> str | None:
+    kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
+    recurrent = [kind for kind in kinds if any(word in kind for word in _RECURRENT)]
+    names = {type(module).__name__ for module in model.modules()}
+    recurrent += sorted(name for name in names if "Mamba" in name or "DeltaNet" in name)
+    if recurrent:
+        return f"{recurrent[0]} goes from token to token, past the cut"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder, whose two sequences have other lengths"
+    if (
+        getattr(config, "alibi", False)
+        or getattr(config, "position_embedding_type", None) == "alibi"
+    ):
+        return "its attention has position biases (alibi), one for each head"
+    if not getattr(model, "_supports_attention_backend", False):
+        return (
+            "its attention does not go through transformers' registry (_supports_attention_backend)"
+        )
+    for module, name in attentions_of(model).items():
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter is not None:
+                return f"attention {name!r} has a parameter for each head, {own!r}"
+        if "relative_attention_bias" in module._modules:
+            return f"attention {name!r} has position biases"
+    return None
+
+
+def use_registries(model: nn.Module) -> None:
+    """The model's attention and its masks are those of whole sequences from now on."""
+    library, config = sys.modules["transformers"], text_config(model)
+    attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
+    name = str(config._attn_implementation).removeprefix(_OURS)
+    attentions.register(f"{_OURS}{name}", _Attention(attentions().get(name)))
+    if (mask := masks().get(name)) is not None:
+        masks.register(f"{_OURS}{name}", _Mask(mask))
+    config._attn_implementation = f"{_OURS}{name}"
+
+
+class _Attention:
+    """What is registered: of the module that calls it depends whether anything is exchanged."""
+
+    def __init__(self, inner: Callable[..., Any] | None) -> None:
+        self._inner = inner  # None: the eager one of the model's own file
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kw: Any
+    ) -> Any:
+        run = self._inner or sys.modules[type(module).__module__].eager_attention_forward
+        parts = parts_of(module)
+        if parts is None or not parts.active:
+            return run(module, query, key, value, attention_mask, **kw)
+        if not parts.depth and not inside_backward():
+            raise RuntimeError(
+                f"an attention of {type(module).__name__} was called outside of a forward of the "
+                "sharded model, whose ranks hold parts of sequences (sp): call the model"
+            )
+        if parts.present is not None and kw.get("position_ids") is not None:
+            kw["position_ids"] = parts.present.positions
+
+        def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            stand_in = _WithHeads(module, q.shape[1] // k.shape[1])
+            found: Tensor = run(stand_in, q, k, v, attention_mask, **kw)[0]
+            return found.transpose(1, 2)
+
+        back = parts.attend(whole, query, key, value, module)
+        return back.transpose(1, 2).contiguous(), None
+
+
+class _WithHeads:
+    """An attention module, with the number of query heads to a key head that holds on this rank."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Mask:
+    """What is registered for masks: in a forward with parts, they are those of whole sequences."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self._inner = inner
+
+    def __call__(self, **kw: Any) -> Any:
+        parts = parts_under_way()
+        if parts is None or (measured := parts.present) is None:
+            return self._inner(**kw)
+        library: Any = sys.modules["transformers.masking_utils"]
+        kw |= {"q_length": measured.whole, "kv_length": measured.whole}
+        kw["attention_mask"] = measured.mask
+        if parts.packed is not None:
+            packed = library.packed_sequence_mask_function(parts.packed)
+            kw["mask_function"] = library.and_masks(kw["mask_function"], packed)
+            kw["allow_is_causal_skip"] = False
+        return self._inner(**kw)
+
+
+def enter_forward_of_transformers(
+    module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Around a forward that takes `input_ids` or `inputs_embeds`."""
+    parts = parts_of(module)
+    if parts is None or parts.depth or inside_backward():
+        return forward(*args, **kwargs)
+    if not parts.active:
+        check_whole(tensors_in((args, kwargs)))
+        return forward(*args, **kwargs)
+    given, error = dict(kwargs), None
+    try:
+        given |= dict(zip(_names(forward), args, strict=False))
+        _check_call(module, given)
+    except ValueError as caught:
+        error = caught
+    ids = (
+        given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    )
+    if ids is None and error is None:
+        error = ValueError(f"{type(module).__name__} was called without input_ids")
+    rows, part = ids.shape[:2] if isinstance(ids, Tensor) and error is None else (0, 0)
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is not None and error is None:
+        positions = positions.expand(rows, -1)
+    measured = measured_by(parts, rows, part, positions, mask, error)
+    assert isinstance(ids, Tensor)
+    if positions is None:
+        start = sum(measured.lengths[: measured.index])
+        positions = torch.arange(start, start + part, device=ids.device).expand(rows, -1)
+    # of ones: the model looks for packed sequences, in its part alone, if there is none
+    mask = torch.ones((rows, part), dtype=torch.int64, device=ids.device)
+    given |= {"position_ids": positions, "attention_mask": mask, "use_cache": False}
+    given.pop("shift_labels", None)
+    with parts.forward(measured, _packed(measured)):
+        output = forward(**given)
+    parts.check_exchanged(type(module).__name__)
+    parts.come_back(output)
+    return output
+
+
+def _names(forward: Callable[..., Any]) -> Iterator[str]:
+    return iter(inspect.signature(forward).parameters)
+
+
+def _check_call(module: nn.Module, given: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: What the call asks for can't be had with parts of sequences.
+    """
+    if given.get("labels") is not None:
+        check_labels(module)
+    if given.get("use_cache"):
+        raise ValueError(
+            "use_cache=True in a model whose ranks hold parts of sequences (sp): a cache would hold "
+            "a part. Generate inside of zero3.resident(model)"
+        )
+    for name in ("position_ids", "attention_mask"):
+        value = given.get(name)
+        if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{name} {found} in a model whose ranks hold parts of sequences (sp): expected [B, "
+                "part], as zero3.split_sequence makes it"
+            )
+
+
+def _packed(measured: Any) -> Tensor | None:
+    """Which sequence each token belongs to, `[B, S]`, if positions start anew and there is no mask.
+
+    transformers looks for them in the same way, in whole sequences.
+    """
+    positions = measured.positions
+    if positions is None or measured.mask is not None:
+        return None
+    starts = positions[:, 1:] - positions[:, :-1] != 1
+    if not bool(starts.any()):
+        return None
+    number = torch.zeros_like(positions)
+    number[:, 1:] = starts.cumsum(1)
+    return number
