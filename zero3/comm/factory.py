@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .communicator import Communicator, SoloCommunicator
 from .gloo import IDENTITY_BYTES as IDENTITY_BYTES
@@ -129,6 +129,20 @@ class Shared(NamedTuple):
     group: Communicator
     index: int  # which part is this rank's
     members: tuple[int, ...]  # their numbers among all ranks
+
+
+def mesh_of_parts(parts: int, device: torch.device) -> Any:
+    """A mesh of all ranks, each `parts` of which, one after another, share sequences.
+
+    Raises:
+        ValueError: The ranks can't be divided so.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or ranks % parts:
+        raise ValueError(
+            f"sequence_parallel={parts!r}: {ranks} ranks can't be divided into groups of so many"
+        )
+    return init_device_mesh(device.type, (ranks // parts, parts), mesh_dim_names=_PARTS)
 
 
 def parts_over(process_group: Any) -> int:

@@ -218,6 +218,24 @@ class Parts:
         found = dict(zip(names, whole, strict=True))
         return {name: each.bool() if name == "mask" else each for name, each in found.items()}
 
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of all ranks' 0-dim values."""
+        return self._everyones(value.reshape(1)).mean()
+
+    def joined(self, part: Tensor) -> Tensor:
+        """All ranks' `[B, part, ...]`, as one `[B, S, ...]`."""
+        lengths = self.present.lengths if self.present is not None else ()
+        longest = max(lengths)
+        whole = self._everyones(padded(part, longest - part.shape[1], 0).contiguous())
+        return torch.cat([each[:, :n] for each, n in zip(whole, lengths, strict=True)], 1)
+
+    def _everyones(self, own: Tensor) -> Tensor:
+        """`[sp, ...]`"""
+        full = own.new_empty(self.size, *own.shape)
+        with self._measuring:
+            self.group.all_gather(full.view(-1), own.reshape(-1)).wait()
+        return full
+
     def swap(self, way: Way, into: Tensor, flat: Tensor, bounds: Any, places: Any) -> None:
         root = self.root()
         assert root is not None
