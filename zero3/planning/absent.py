@@ -20,6 +20,8 @@ from .resting import OnPaper
 
 __all__: list[str] = []
 
+_OF_OTHERS = 1 << 40  # from here on transfers of another group are numbered
+
 Kind = Literal["fetch", "backup", "replicas"]
 
 
@@ -53,6 +55,7 @@ class AbsentRanks:
 
     on_paper = True
     channel = 0
+    sequence_group: AbsentRanks | None = None
 
     def __init__(self, world_size: int, *, pieces: bool, rank: int = 0, replicas: int = 1) -> None:
         self.rank, self.world_size, self.shards = rank, world_size, world_size // replicas
@@ -69,6 +72,13 @@ class AbsentRanks:
         self._lands_at_once = not pieces
         self._lanes: Lanes | None = None
         self._count = 0
+
+    def share_sequences(self, parts: int) -> None:
+        """So many of the ranks, one after another, hold parts of the same sequences."""
+        group = AbsentRanks(parts, pieces=False, rank=self.rank % parts)
+        group._count = _OF_OTHERS
+        group.on_event = lambda event: self.on_event(event)
+        self.sequence_group = group
 
     # -- layers' transfers
 
