@@ -122,6 +122,8 @@ class Row:
         """Those of later chapters."""
         return []
 
+    chunks: bool | None = None  # whether ranks make the loss without logits
+
     # -- in one process
 
     def plain_begins(self, one: Plain) -> None: ...
@@ -227,6 +229,12 @@ class Side:
         if forward is not None:
             found: Tensor = self.leaving(forward(model, words, self.entering(numbers)))
             return found.pow(2).mean()
+        if self.life.chosen("chunks") and isinstance(self, Sharded):
+            model.targets = data.targets(self.device)
+            try:
+                return self.leaving(model(words, self.entering(numbers)))
+            finally:
+                model.targets = None
         return cross_entropy(self.leaving(model(words, self.entering(numbers))).flatten(0, 1), data.targets(self.device))
 
     def entering(self, numbers: Tensor) -> Tensor:

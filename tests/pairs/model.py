@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+import zero3
 from tests.support.models import ONE_GENERATOR, Fuse
 
 WORDS, WIDTH, BLOCKS = 11, 8, 3
@@ -99,9 +100,13 @@ class Model(nn.Module):
         self.blows: tuple[str, type[BaseException]] | None = None  # in which phase to fail, and with what
         self.skips: set[int] = set()
         self.unused: dict[int, str] = {}
+        self.targets: Tensor | None = None  # then the model gives its loss, and makes no logits
 
     def forward(self, words: Tensor, numbers: Tensor) -> Tensor:
-        return self.head(self.norm(self.through_blocks(words, numbers)))
+        hidden = self.norm(self.through_blocks(words, numbers))
+        if self.targets is None:
+            return self.head(hidden)
+        return zero3.linear_cross_entropy(hidden, self.head, self.targets.view_as(words))
 
     def encode(self, words: Tensor, numbers: Tensor) -> Tensor:
         """Another method than `forward`. It reads parameters of the root's own."""

@@ -500,6 +500,28 @@ class Materialized(Row):
         one.model.apply(drawn)
 
 
+class Chunked(Row):
+    """The loss without logits."""
+
+    chunks = True
+
+    def builds(self, one: Sharded, model: Any) -> None:
+        assert callable(zero3.linear_cross_entropy)
+
+
+class Tiled(Row):
+    """A few tokens at a time."""
+
+    def builds(self, one: Sharded, model: Any) -> None:
+        for block in model.blocks:
+            zero3.tile(block.up, 2)
+            zero3.tile(block.down, 1)
+        zero3.tile(model.norm, 2)
+
+    def begins(self, one: Sharded) -> None:
+        zero3.tile(one.model.head, 2)
+
+
 class Registered(Row):
     def begins(self, one: Sharded) -> None:
         zero3.register_forward_method(one.model, "encode")
@@ -608,6 +630,8 @@ AXES: dict[str, dict[str, Row]] = {
     "autocast": {"bf16": Autocast("autocast", shape={"dtype": torch.float32})},
     "register_forward_method": {"encode": Registered("register_forward_method")},
     "forwards": {"two": Twice("forward", streams=True)},
+    "linear_cross_entropy": {"": Chunked("linear_cross_entropy", streams=True)},
+    "tile": {"2": Tiled("tile", streams=True)},
     "backward": {"token mean": TokenMean("backward", streams=True)},
     "GradScaler": {"overflow": Scaled("GradScaler", streams=True)},
     "forward nobody walks": {"": Unwalked("forward", streams=True)},

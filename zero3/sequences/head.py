@@ -138,17 +138,18 @@ def _torch_chunks(head: Any) -> bool:
 def _computed(
     rows: Tensor, head: Any, classes: Classes, label_smoothing: float, options: Any
 ) -> Tensor:
-    ours = not _torch_chunks(head)
+    ours, wide = not _torch_chunks(head), _autocast_dtype(rows) is not None
     rows, weight, bias = _as_autocast(rows, head)
     named: dict[str, Any] = {
         "weight": classes.weight, "reduction": classes.reduction, "ignore_index": classes.ignored,
         "label_smoothing": label_smoothing,
     }  # fmt: skip
-    if options is None or (ours and label_smoothing):
+    if options is None or label_smoothing and (ours or wide):
         logits = functional.linear(rows, weight, bias)
         return functional.cross_entropy(logits, classes.target, **named)
-    if ours:
-        return chunked_cross_entropy(rows, weight, bias, classes).to(rows.dtype)
+    if ours or wide:
+        loss = chunked_cross_entropy(rows, weight, bias, classes)
+        return loss if wide else loss.to(rows.dtype)  # autocast makes losses in float32
     chosen = nn.LinearCrossEntropyOptions() if options == "auto" else options
     return functional.linear_cross_entropy(
         rows, weight, classes.target, linear_bias=bias, options=chosen, **named
