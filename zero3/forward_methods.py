@@ -14,6 +14,8 @@ from .access import states_of
 from .core.parameters import unwrapped
 from .guards.module_overrides import Override
 from .layer import RootEntry, Zero3Layer, layers_of, run_in
+from .sequences.dividing import enter_forward
+from .sequences.parts import parts_of
 
 __all__: list[str] = []
 
@@ -50,6 +52,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
             "the name of one"
         )
     entry = vars(module).get("forward")
+    if parts_of(module) is not None:
+        Override(owner, method_name, enter_forward)
     if isinstance(module, Zero3Layer):
         Override(
             module,

@@ -261,7 +261,7 @@ class TokenMean(Row):
 
     def plain_weight(self, one: Plain) -> float:
         life, micros = one.life, [micro for micro in range(one.life.micros) if not one.life.drops(one.epoch, one.step_number, micro)]
-        tokens = sum(life.data(one.epoch, one.step_number, micro, rank).rows for micro in micros for rank in one.ranks())
+        tokens = sum(life.data(one.epoch, one.step_number, micro, rank, one.parts).rows for micro in micros for rank in one.ranks())
         return (one.world_size if life.policy.gradient_reduction == "mean" else 1) / tokens
 
 
@@ -382,15 +382,17 @@ class Between(Row):
             one.show(self.words[0], self.shows(one, one.seen(), rank), rank)
 
     @staticmethod
-    def measured(one: Side, model: Any, rank: int) -> Tensor:
+    def measured(one: Side, model: Any, rank: int, divides: bool = True) -> Tensor:
         one.prepare(model, rank, 9)
-        return one.measured(model, one.life.data(one.epoch, 8, 0, rank))
+        return one.measured(model, one.life.data(one.epoch, 8, 0, rank, one.parts if divides else 1))
 
 
 class Evaluated(Between):
+    divides = True  # whether ranks that share sequences do it here
+
     def shows(self, one: Side, model: Any, rank: int) -> Tensor:
         with torch.no_grad():
-            return self.measured(one, model, rank)
+            return self.measured(one, model, rank, self.divides)
 
 
 class Unwalked(Between):
@@ -408,6 +410,8 @@ class Unwalked(Between):
 
 class Resident(Evaluated):
     """Ranks evaluate on their own, as often as they like."""
+
+    divides = False
 
     def between(self, one: Sharded) -> None:
         with zero3.resident(one.model):
@@ -536,7 +540,7 @@ class Twice(Row):
 
     def loss(self, one: Side, loss: Tensor, data: Data, rank: int) -> Tensor:
         model = one.model if isinstance(one, Sharded) else one.now
-        return loss + one.measured(model, one.life.data(one.epoch, 9, 0, rank))
+        return loss + one.measured(model, one.life.data(one.epoch, 9, 0, rank, one.parts))
 
 
 class Fetched(Row):
@@ -630,6 +634,7 @@ AXES: dict[str, dict[str, Row]] = {
     "autocast": {"bf16": Autocast("autocast", shape={"dtype": torch.float32})},
     "register_forward_method": {"encode": Registered("register_forward_method")},
     "forwards": {"two": Twice("forward", streams=True)},
+    "sequences": {"parts": Row("sp", shape={"attends": True}, parts=2, streams=True)},
     "linear_cross_entropy": {"": Chunked("linear_cross_entropy", streams=True)},
     "tile": {"2": Tiled("tile", streams=True)},
     "backward": {"token mean": TokenMean("backward", streams=True)},

@@ -54,7 +54,7 @@ def divide_sequences(model: nn.Module, root: LayerState, process_group: Any) -> 
         Override(module, "forward", _Noted(parts, name))
     for _, module in own_modules(model, is_layer):
         if module is model or "input_ids" in inspect.signature(module.forward).parameters:
-            around = enter_forward_of_transformers if of_transformers else _enter_forward
+            around = enter_forward_of_transformers if of_transformers else enter_forward
             Override(module, "forward", around)
     if callable(getattr(type(model), "generate", None)):
         Override(model, "generate", _refuse_outside_of_resident)
@@ -85,7 +85,7 @@ def _refuse_outside_of_resident(
     return generate(*args, **kwargs)
 
 
-def _enter_forward(module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+def enter_forward(module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Around a forward of a model of one's own, whose first tensor is `[B, part, ...]`."""
     parts = parts_of(module)
     if parts is None or parts.depth or inside_backward():

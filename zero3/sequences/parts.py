@@ -166,7 +166,7 @@ class Parts:
                 raise ValueError(
                     f"rank {absent[0]} has no data left, and others of its group (sp), which hold "
                     f"parts of the same sequences, have: ranks {list(ranks)} have to run out "
-                    "together"
+                    "together (zero3.joinable)"
                 )
         return [notes[rank] for rank in self._members]
 
