@@ -458,7 +458,7 @@ class RootEntry(Override):
         )
 
 
-def run_in(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_in(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Runs `function` where the own parameters of `module` are shown, as a call of the module does.
     The module may be a layer, or in one, or outside of the layers, or in no sharded model.
     """

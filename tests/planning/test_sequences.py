@@ -58,13 +58,17 @@ def test_a_plan_with_tiles() -> None:
     whole, tiles = planned(chunked_head=True), planned(chunked_head=True, tile=256)
     assert tiles.by_cause["activations"] < 0.6 * whole.by_cause["activations"]
     with pytest.raises(ValueError, match="mlp"):
-        zero3.plan(t.OPTForCausalLM(t.OPTConfig(num_hidden_layers=1, hidden_size=8, ffn_dim=8, num_attention_heads=2, vocab_size=16)), ranks=2, tile=2)
+        zero3.plan(
+            t.OPTForCausalLM(t.OPTConfig(num_hidden_layers=1, hidden_size=8, ffn_dim=8, num_attention_heads=2, vocab_size=16)),
+            ranks=2,
+            tile=2,
+        )
 
 
 def test_a_plan_refuses_parts_that_do_not_divide_the_ranks() -> None:
     with pytest.raises(ValueError, match="sequence_parallel=3"):
         planned(sequence_parallel=3)
-    with pytest.raises(ValueError, match="8 ranks .* 4 query heads"):
+    with pytest.raises(ValueError, match=r"8 ranks .* 4 query heads"):
         planned(ranks=8, sequence_parallel=8)
 
 

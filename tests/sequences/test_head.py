@@ -33,9 +33,7 @@ def llama(seed: int = 0, **options: Any) -> Any:
         return t.LlamaForCausalLM(t.LlamaConfig(**{**CONFIG.to_dict(), **options}))
 
 
-@given(
-    st.integers(0, 600), st.integers(1, 40), st.sampled_from(["mean", "sum", "none"]), st.booleans(), st.booleans(), st.integers(0, 99)
-)
+@given(st.integers(0, 600), st.integers(1, 40), st.sampled_from(["mean", "sum", "none"]), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_linear_cross_entropy_by_chunks_of_ours(n: int, words: int, reduction: str, weighted: bool, biased: bool, seed: int) -> None:
     """That of older torch, and of loss in float32: values and all gradients, rows that do not count, classes with weights."""
     target = drawn(n, seed=seed, high=words).where(drawn(n, seed=seed + 1, high=4) > 0, -100)
@@ -268,9 +266,7 @@ def test_linear_cross_entropy_with_an_embedding_smoothing_and_an_empty_batch() -
         each, functional.cross_entropy((x @ head.weight.t()).flatten(0, 1), target.flatten(), reduction="none").view(2, 3)
     )
     smooth = zero3.linear_cross_entropy(x, head, target, label_smoothing=0.1, options=None)
-    torch.testing.assert_close(
-        smooth, functional.cross_entropy((x @ head.weight.t()).flatten(0, 1), target.flatten(), label_smoothing=0.1)
-    )
+    torch.testing.assert_close(smooth, functional.cross_entropy((x @ head.weight.t()).flatten(0, 1), target.flatten(), label_smoothing=0.1))
     nothing = zero3.linear_cross_entropy(x[:0], head, target[:0], reduction="sum")
     nothing.backward()
     assert nothing.item() == 0 and head.weight.grad is not None and not head.weight.grad.any()

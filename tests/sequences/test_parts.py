@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import zero3
 from tests.pairs.joining import on_threads
 from tests.sequences.texts import WORDS, assert_gradients, batch, made, plain_step, plain_sum, step
-from tests.support.ranks import ThreadCommunicator, run_parts, run_ranks
+from tests.support.ranks import run_parts, run_ranks
 
 
 def check(groups: int, parts: int, tokens: list[int], padding: str = "", **model: Any) -> None:
@@ -281,7 +281,9 @@ def hybrid() -> Any:
 
 
 def test_an_attention_that_does_not_exchange_is_named_if_others_do() -> None:
-    refused(hybrid, lambda m, g: m(**{k: v for k, v in part_of(m).items() if k != "shift_labels"}), "layers.1.self_attn.*attend", RuntimeError)
+    refused(
+        hybrid, lambda m, g: m(**{k: v for k, v in part_of(m).items() if k != "shift_labels"}), "layers.1.self_attn.*attend", RuntimeError
+    )
 
 
 def gptoss() -> Any:

@@ -45,7 +45,9 @@ def train(rank: Rank, shape: tuple[int, ...], directory: str) -> dict[str, Any]:
     return {"config": "".join(names), "report": str(zero3.report(mine)), "world": zero3.report(mine).world_size}
 
 
-@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 1, 2), marks=pytest.mark.slow), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 2), pytest.param((2, 1, 2), marks=pytest.mark.slow), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_parts_over_processes_train_as_plain(shape: tuple[int, ...], tmp_path: Path) -> None:
     """What is saved knows nothing of sp, and loads on any mesh."""
     ranks = torch.tensor(shape).prod().item()

@@ -127,7 +127,7 @@ class Shared(NamedTuple):
     """The ranks that hold parts of the same sequences. They are consecutive."""
 
     group: Communicator
-    index: int  # which part is this rank's
+    part: int  # which is this rank's
     members: tuple[int, ...]  # their numbers among all ranks
 
 

@@ -93,7 +93,9 @@ class Report:
         )
         here, everywhere = self.experts
         experts = f"{here} of {everywhere} experts stay here, tokens travel. " if everywhere else ""
-        sequences = f"It holds parts of sequences over {self.parts} ranks. " if self.parts > 1 else ""
+        sequences = (
+            f"It holds parts of sequences over {self.parts} ranks. " if self.parts > 1 else ""
+        )
         rests = f" in {' and '.join(self.rests)}" if self.rests != ("memory",) else ""
         stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
         return (
@@ -103,7 +105,8 @@ class Report:
             f"step holds up to {megabytes(self.full_parameters)} of full parameters and "
             f"{megabytes(self.full_gradients)} of full gradients. The largest layer is "
             f"{self.largest_layer} with {megabytes(self.largest_layer_bytes)}{root}. "
-            f"{experts}{sequences}{''.join(f'{text}. ' for text in self.transfers)}{'; '.join(self.policies)}"
+            f"{experts}{sequences}{''.join(f'{text}. ' for text in self.transfers)}"
+            f"{'; '.join(self.policies)}"
         )
 
 

@@ -173,8 +173,8 @@ class Zero3Accelerator(Accelerator):
 
     def _firsts(self, gathered: Tensor) -> Tensor:
         """What the first rank of each group has given."""
-        ranks = gathered.unflatten(0, (self.num_processes, -1))
-        return ranks[:: self._sharding.parts].flatten(0, 1)
+        ranks = gathered.chunk(self.num_processes)
+        return torch.cat(ranks[:: self._sharding.parts])
 
     @contextmanager
     def one_of_each_group(self, *, on: bool = True) -> Iterator[None]:

@@ -63,8 +63,8 @@ class Sharding:
         """Shards `model` as `zero3.shard` does.
 
         Raises:
-            ValueError: The model has no values, its ranks can't share sequences, or `shard` does not know what to make layers of. It
-                names `shard`.
+            ValueError: The model has no values, its ranks can't share sequences, or `shard` does
+                not know what to make layers of. It names `shard`.
         """
         _refuse_without_values(model, device)
         policy = self.policy

@@ -200,9 +200,7 @@ class Zero3Mixin(_Base):
         # the Trainer makes one of a class that it names itself
         self.accelerator.__class__ = Zero3Accelerator
         self.accelerator.shards_with(
-            Sharding(
-                *self._zero3_choice, head_in_root=self._is_of_trl(), parts=self._zero3_parts
-            ),
+            Sharding(*self._zero3_choice, head_in_root=self._is_of_trl(), parts=self._zero3_parts),
             sync_each_batch=accumulation.get("sync_each_batch", True),
         )
 
@@ -329,10 +327,10 @@ class Zero3Mixin(_Base):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
         """As the trainer's. Parts of logits are joined, if they are asked for."""
-        if self._zero3_parts == 1:
+        if (parts := parts_of(model)) is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
-        parts, labels = parts_of(model), inputs.get("labels")
+        labels = inputs.get("labels")
         assert parts is not None  # `shard` has checked
         with torch.no_grad(), self.accelerator.one_of_each_group(on=False):
             loss = None

@@ -55,7 +55,6 @@ class AbsentRanks:
 
     on_paper = True
     channel = 0
-    sequence_group: AbsentRanks | None = None
 
     def __init__(self, world_size: int, *, pieces: bool, rank: int = 0, replicas: int = 1) -> None:
         self.rank, self.world_size, self.shards = rank, world_size, world_size // replicas
@@ -72,13 +71,6 @@ class AbsentRanks:
         self._lands_at_once = not pieces
         self._lanes: Lanes | None = None
         self._count = 0
-
-    def share_sequences(self, parts: int) -> None:
-        """So many of the ranks, one after another, hold parts of the same sequences."""
-        group = AbsentRanks(parts, pieces=False, rank=self.rank % parts)
-        group._count = _OF_OTHERS
-        group.on_event = lambda event: self.on_event(event)
-        self.sequence_group = group
 
     # -- layers' transfers
 
@@ -183,6 +175,19 @@ class AbsentRanks:
 
     def same_ranks(self, other: Communicator) -> bool:
         return self is other
+
+
+class SharingRanks(AbsentRanks):
+    """Each `parts` of them, one after another, hold parts of the same sequences."""
+
+    def __init__(
+        self, world_size: int, *, pieces: bool, rank: int, replicas: int, parts: int
+    ) -> None:
+        super().__init__(world_size, pieces=pieces, rank=rank, replicas=replicas)
+        group = AbsentRanks(parts, pieces=False, rank=rank % parts)
+        group._count = _OF_OTHERS
+        group.on_event = lambda event: self.on_event(event)
+        self.sequence_group = group
 
 
 class _Said:

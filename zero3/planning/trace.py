@@ -25,7 +25,7 @@ from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
 from ..shard import shard
-from .absent import AbsentRanks, Awaited, Issued
+from .absent import AbsentRanks, Awaited, Issued, SharingRanks
 from .kernels import DeviceKernels, backward, fused_on_meta
 from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
 from .models import loss_of, vocabulary_of
@@ -64,9 +64,8 @@ class Trace:
         """`accumulating`: around all micro-batches of a step but the last."""
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
-        self.ranks = AbsentRanks(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
-        if parts > 1:
-            self.ranks.share_sequences(parts)
+        kind = AbsentRanks if parts == 1 else partial(SharingRanks, parts=parts)
+        self.ranks = kind(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
         self._parts = parts
         self.ranks.making, self.ranks.resting = (
             partial(self.ledger.because, cause) for cause in ("transfers", ELSEWHERE)

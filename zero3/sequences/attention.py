@@ -1,4 +1,4 @@
-"""Attentions of transformers' models, reached by its public registries of attentions and of masks."""
+"""Attentions of transformers' models, reached by its registries of attentions and of masks."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def use_registries(model: nn.Module) -> None:
     library, config = sys.modules["transformers"], text_config(model)
     attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
     name = str(config._attn_implementation).removeprefix(_OURS)
-    attentions.register(f"{_OURS}{name}", _Attention(attentions().get(name)))
+    attentions.register(f"{_OURS}{name}", _Exchanging(attentions().get(name)))
     if (mask := masks().get(name)) is not None:
         masks.register(f"{_OURS}{name}", _Mask(mask))
     config._attn_implementation = f"{_OURS}{name}"
 
 
-class _Attention:
+class _Exchanging:
     """What is registered: of the module that calls it depends whether anything is exchanged."""
 
     def __init__(self, inner: Callable[..., Any] | None) -> None:
@@ -185,12 +185,12 @@ def enter_forward_of_transformers(
     if positions is not None and error is None:
         positions = positions.expand(rows, -1)
     measured = measured_by(parts, rows, part, positions, mask, error)
-    assert isinstance(ids, Tensor)
+    device = parts.layer().device
     if positions is None:
         start = sum(measured.lengths[: measured.index])
-        positions = torch.arange(start, start + part, device=ids.device).expand(rows, -1)
+        positions = torch.arange(start, start + part, device=device).expand(rows, -1)
     # of ones: the model looks for packed sequences, in its part alone, if there is none
-    mask = torch.ones((rows, part), dtype=torch.int64, device=ids.device)
+    mask = torch.ones((rows, part), dtype=torch.int64, device=device)
     given |= {"position_ids": positions, "attention_mask": mask, "use_cache": False}
     given.pop("shift_labels", None)
     with parts.forward(measured, _packed(measured)):
@@ -213,8 +213,8 @@ def _check_call(module: nn.Module, given: dict[str, Any]) -> None:
         check_labels(module)
     if given.get("use_cache"):
         raise ValueError(
-            "use_cache=True in a model whose ranks hold parts of sequences (sp): a cache would hold "
-            "a part. Generate inside of zero3.resident(model)"
+            "use_cache=True in a model whose ranks hold parts of sequences (sp): a cache would "
+            "hold a part. Generate inside of zero3.resident(model)"
         )
     for name in ("position_ids", "attention_mask"):
         value = given.get(name)

@@ -39,58 +39,58 @@ class Classes:
 
 
 def chunked_cross_entropy(
-    input: Tensor, weight: Tensor, bias: Tensor | None, classes: Classes
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, classes: Classes
 ) -> Tensor:
-    """`input` `[N, H]`, `weight` `[V, H]`, `bias` `[V]`. Returns the loss in float32, or wider if
-    the input is: `[N]` if nothing is reduced, otherwise 0-dim.
+    """`inputs` `[N, H]`, `weight` `[V, H]`, `bias` `[V]`. Returns the loss in float32, or wider if
+    the inputs are: `[N]` if nothing is reduced, otherwise 0-dim.
     """
     trains = torch.is_grad_enabled()
-    found: Tensor = _Chunked.apply(input, weight, bias, classes, trains)  # type: ignore[no-untyped-call]
+    found: Tensor = _Chunked.apply(inputs, weight, bias, classes, trains)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Chunked(torch.autograd.Function):
-    """Gradients of a loss that is reduced are made in its forward, since a chunk's logits are there.
+    """Gradients of a loss that is reduced are made in its forward, where a chunk's logits are.
     Otherwise backward makes the logits again.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        input: Tensor,
+        inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         classes: Classes,
         trains: bool,
     ) -> Tensor:
-        wide = torch.promote_types(torch.float32, input.dtype)
+        wide = torch.promote_types(torch.float32, inputs.dtype)
         counts = classes.counts(wide)
         if classes.reduction == "mean":
             counts = counts / counts.sum()
         reduced = classes.reduction != "none"
         gradients = None
         if trains and reduced:
-            gradients = _Gradients(ctx.needs_input_grad, input, weight, wide)
+            gradients = _Gradients(ctx.needs_input_grad, inputs, weight, wide)
         ctx.classes, ctx.gradients, ctx.bias = classes, gradients, bias
         if not reduced:
-            ctx.save_for_backward(input, weight)
+            ctx.save_for_backward(inputs, weight)
         losses = [
             _losses(logits, target) * count
             if gradients is None
             else gradients.add(rows, logits, target, count)
-            for rows, logits, target, count in _by_chunks(input, weight, bias, classes, counts)
+            for rows, logits, target, count in _by_chunks(inputs, weight, bias, classes, counts)
         ]
         return torch.stack([each.sum() for each in losses]).sum() if reduced else torch.cat(losses)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         if (gradients := ctx.gradients) is None:
-            input, weight = ctx.saved_tensors
-            wide = torch.promote_types(torch.float32, input.dtype)
-            gradients = _Gradients(ctx.needs_input_grad, input, weight, wide)
+            inputs, weight = ctx.saved_tensors
+            wide = torch.promote_types(torch.float32, inputs.dtype)
+            gradients = _Gradients(ctx.needs_input_grad, inputs, weight, wide)
             counts = ctx.classes.counts(wide) * upstream
             for rows, logits, target, count in _by_chunks(
-                input, weight, ctx.bias, ctx.classes, counts
+                inputs, weight, ctx.bias, ctx.classes, counts
             ):
                 gradients.add(rows, logits, target, count)
             return *gradients.take(None), None, None
@@ -98,16 +98,16 @@ class _Chunked(torch.autograd.Function):
 
 
 def _by_chunks(
-    input: Tensor, weight: Tensor, bias: Tensor | None, classes: Classes, counts: Tensor
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, classes: Classes, counts: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """For each chunk: its rows, their logits in the dtype of `counts`, targets, and how much they
     count.
     """
-    (n, width), scores = input.shape, weight.shape[0]
+    (n, width), scores = inputs.shape, weight.shape[0]
     step = max(1, min(n, max(_FEWEST, n * width // (2 * scores))))
     for start in range(0, max(n, 1), step):
         rows = slice(start, min(n, start + step))
-        logits = functional.linear(input[rows], weight, bias).to(counts.dtype)
+        logits = functional.linear(inputs[rows], weight, bias).to(counts.dtype)
         target = classes.target[rows]
         yield rows, logits, target.where(target != classes.ignored, 0), counts[rows]
 
@@ -120,15 +120,15 @@ class _Gradients:
     """The gradients of inputs, weight and bias. They are added up in float32."""
 
     def __init__(
-        self, needed: tuple[bool, ...], input: Tensor, weight: Tensor, wide: torch.dtype
+        self, needed: tuple[bool, ...], inputs: Tensor, weight: Tensor, wide: torch.dtype
     ) -> None:
-        self._input, self._weight = input, weight
+        self._input, self._weight = inputs, weight
         self._of = [
-            input.new_empty(input.shape) if needed[0] else None,
-            input.new_zeros(weight.shape, dtype=wide) if needed[1] else None,
-            input.new_zeros(weight.shape[0], dtype=wide) if needed[2] else None,
+            inputs.new_empty(inputs.shape) if needed[0] else None,
+            inputs.new_zeros(weight.shape, dtype=wide) if needed[1] else None,
+            inputs.new_zeros(weight.shape[0], dtype=wide) if needed[2] else None,
         ]
-        self._dtype = input.dtype
+        self._dtype = inputs.dtype
 
     def add(self, rows: slice, logits: Tensor, target: Tensor, count: Tensor) -> Tensor:
         """Adds those of a chunk's losses, which it returns. It writes over the logits."""

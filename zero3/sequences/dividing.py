@@ -51,7 +51,7 @@ def divide_sequences(model: nn.Module, root: LayerState, process_group: Any) -> 
     for module in plain_modules(model):
         vars(module)[PARTS] = parts
     for module, name in attentions.items():
-        Override(module, "forward", _Noted(parts, name))
+        Override(module, "forward", _Counted(parts, name))
     for _, module in own_modules(model, is_layer):
         if module is model or "input_ids" in inspect.signature(module.forward).parameters:
             around = enter_forward_of_transformers if of_transformers else enter_forward
@@ -62,7 +62,7 @@ def divide_sequences(model: nn.Module, root: LayerState, process_group: Any) -> 
         use_registries(model)
 
 
-class _Noted:
+class _Counted:
     """An attention notes that it runs."""
 
     def __init__(self, parts: Parts, name: str) -> None:

@@ -24,7 +24,7 @@ from .heads import Heads
 __all__: list[str] = []
 
 
-class Way(IntEnum):
+class Direction(IntEnum):
     THERE = 0
     BACK = 1
 
@@ -53,10 +53,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Tensors go one way together. `heads`: for each tensor. `widths`: bytes of a head and token."""
+    """Tensors go one way together. `heads`: of each. `widths`: bytes of a head and token."""
 
     layer: Any  # the root's own
-    way: Way
+    way: Direction
     heads: tuple[Heads, ...]
     widths: tuple[int, ...]
     parts: Any = field(compare=False, repr=False)
@@ -82,7 +82,7 @@ class Exchange:
         """The bytes to each rank, and from each."""
         for_heads = [of.batch * of.part * self._token(rank) for rank in range(len(of.lengths))]
         for_parts = [of.batch * length * self._token(of.index) for length in of.lengths]
-        return (for_heads, for_parts) if self.way is Way.THERE else (for_parts, for_heads)
+        return (for_heads, for_parts) if self.way is Direction.THERE else (for_parts, for_heads)
 
     def _token(self, rank: int) -> int:
         """The bytes of a token that `rank` computes with."""
@@ -96,7 +96,7 @@ class Exchange:
         for rank, length in enumerate(of.lengths):
             parts = (
                 _some(tensor, heads[rank])
-                if self.way is Way.THERE
+                if self.way is Direction.THERE
                 else tensor.narrow(2, starts[rank], length)
                 for tensor, heads in zip(tensors, self.heads, strict=True)
             )
@@ -109,7 +109,7 @@ class Exchange:
         into = flat.new_empty(sum(received))
         bounds, places = ((0, *accumulate(each)) for each in (sent, received))
         self.parts.swap(self.way, into, flat, bounds, places)
-        return list(into.split(received))
+        return list(torch.split(into, received))
 
     def _taken(self, of: Measured, like: list[Tensor], came: list[Tensor]) -> list[Tensor]:
         """The tensors whose pieces have come. `like`: what was sent."""
@@ -119,7 +119,7 @@ class Exchange:
             for into, tensor, heads, width in zip(
                 pieces, like, self.heads, self.widths, strict=True
             ):
-                there = self.way is Way.THERE
+                there = self.way is Direction.THERE
                 shape = (
                     of.batch,
                     len(heads[of.index if there else rank]),
@@ -129,7 +129,7 @@ class Exchange:
                 size = shape[0] * shape[1] * shape[2] * width
                 into.append(own[at : at + size].view(tensor.dtype).view(shape))
                 at += size
-        if self.way is Way.THERE:
+        if self.way is Direction.THERE:
             return [torch.cat(each, 2) for each in pieces]
         return [_joined(each, heads) for each, heads in zip(pieces, self.heads, strict=True)]
 
@@ -166,20 +166,21 @@ class _Swapped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parts: Any, measured: Measured, way: Way, heads: Any, *tensors: Tensor
+        ctx: Any, parts: Any, measured: Measured, way: Direction, heads: Any, *tensors: Tensor
     ) -> Any:
-        ctx.rest = parts, measured, Way(1 - way), heads
+        ctx.rest = parts, measured, Direction(1 - way), heads
         return tuple(_conduct(parts, measured, way, heads, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, None, *_conduct(*ctx.rest, gradients)
+        parts, measured, way, heads = ctx.rest
+        return None, None, None, None, *_conduct(parts, measured, way, heads, gradients)
 
 
 def _conduct(
-    parts: Any, measured: Measured, way: Way, heads: tuple[Heads, ...], tensors: Any
+    parts: Any, measured: Measured, way: Direction, heads: tuple[Heads, ...], tensors: Any
 ) -> list[Tensor]:
-    layer = parts.root()
+    layer = parts.layer()
     widths = tuple(each.shape[3] * each.element_size() for each in tensors)
     what = Exchange(layer, way, heads, widths, parts, (measured, list(tensors)))
     found: list[Tensor] = layer.conductor.conduct(what)
@@ -187,7 +188,7 @@ def _conduct(
 
 
 def swap(
-    parts: Any, measured: Measured, way: Way, heads: tuple[Heads, ...], *tensors: Tensor
+    parts: Any, measured: Measured, way: Direction, heads: tuple[Heads, ...], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """Each `[B, H, part, D]` of THERE becomes `[B, heads, S, D]`, and the other way."""
     found: tuple[Tensor, ...] = _Swapped.apply(parts, measured, way, heads, *tensors)  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def linear_cross_entropy(
-    input: Tensor,
+    input: Tensor,  # noqa: A002 (torch's name)
     head: nn.Module,
     target: Tensor,
     *,
@@ -144,7 +144,7 @@ def _computed(
         "weight": classes.weight, "reduction": classes.reduction, "ignore_index": classes.ignored,
         "label_smoothing": label_smoothing,
     }  # fmt: skip
-    if options is None or label_smoothing and (ours or wide):
+    if options is None or (label_smoothing and (ours or wide)):
         logits = functional.linear(rows, weight, bias)
         return functional.cross_entropy(logits, classes.target, **named)
     if ours or wide:

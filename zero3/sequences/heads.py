@@ -17,8 +17,8 @@ def query_heads(count: int, ranks: int) -> Heads:
     """
     if count % ranks:
         raise ValueError(
-            f"sequence parallelism over {ranks} ranks (sp) divides the heads of attention, and this "
-            f"one has {count} query heads: take an sp that divides them"
+            f"sequence parallelism over {ranks} ranks (sp) divides the heads of attention, and "
+            f"this one has {count} query heads: take an sp that divides them"
         )
     each = count // ranks
     return tuple(tuple(range(rank * each, rank * each + each)) for rank in range(ranks))

@@ -8,7 +8,6 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,18 +19,17 @@ from ..comm.errors import NamingFailures
 from ..comm.factory import Shared
 from ..comm.log import Entry
 from ..conductors.conducted import unconducted
-from ..core.autograd import inside_backward, tensors_in
+from ..core.autograd import inside_backward, note_in_thread, noted_in_thread, tensors_in
 from ..core.layer_state import LayerState
 from ..core.parameters import unwrapped
-from .exchange import DOING, Measured, Way, swap
+from .exchange import DOING, Direction, Measured, swap
 from .heads import key_heads, query_heads, repeats
 
 __all__: list[str] = []
 
 PARTS = "_zero3_parts"  # in the `__dict__` of a model's modules
 CUT = "zero3_cut"  # an attribute of the tensors that `split_sequence` has cut
-# whose forward or recomputation is under way; attentions are functions, and are told of no model
-_UNDER_WAY: ContextVar[Parts | None] = ContextVar("zero3 parts of sequences", default=None)
+_LATEST = "zero3_parts"  # a note in the thread: attentions are functions, and are told of no model
 _NOTE = struct.Struct("<iiBB6x")  # sixteen bytes: rows, tokens of this part, what it has, who tells
 _MASK, _POSITIONS, _MISTAKE = 1, 2, 4
 _COMPUTES, _ABSENT = 1, 2
@@ -69,7 +67,7 @@ class Parts:
         )
         self.depth = 0  # forwards under way
         self.packed: Tensor | None = None  # [B, S], which sequence a token belongs to, if several
-        self._members, self._index = shared.members, shared.index
+        self._members, self._index = shared.members, shared.part
         self.ran: dict[nn.Module, str] = {}  # attentions of this forward
         self.exchanged: set[nn.Module | None] = set()
         self._naming = [NamingFailures(group, doing, root.subject) for doing in DOING]
@@ -81,6 +79,12 @@ class Parts:
 
     # -- one forward
 
+    def layer(self) -> LayerState:
+        """The root's own."""
+        if (root := self.root()) is None:
+            raise RuntimeError("the sharded model whose ranks hold parts of sequences is gone")
+        return root
+
     @property
     def active(self) -> bool:
         """Whether sequences are divided here and now: not where a rank computes for itself."""
@@ -91,16 +95,22 @@ class Parts:
         """This rank's part of `[B, S, ...]`."""
         return whole.tensor_split(self.size, 1)[self._index]
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward of the model is under way."""
+        root = self.root()
+        backward = root.gradients.backward() if root is not None else None
+        return inside_backward() and backward is not None and bool(backward.ending.awaited)
+
     @contextmanager
     def forward(self, measured: Measured, packed: Tensor | None) -> Iterator[None]:
         self.present, self.packed = measured, packed
         self.depth += 1
         self.ran, self.exchanged = {}, set()
-        token = _UNDER_WAY.set(self)
+        note_in_thread(_LATEST, weakref.ref(self))
         try:
             yield
         finally:
-            _UNDER_WAY.reset(token)
             self.depth -= 1
 
     def come_back(self, output: Any) -> None:
@@ -109,7 +119,6 @@ class Parts:
 
         def begin(_: Any) -> None:
             self.present = measured
-            _UNDER_WAY.set(self)
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -149,8 +158,7 @@ class Parts:
         self._complete(told, {})
 
     def _tell(self, rows: int, part: int, has: int, who: int) -> list[tuple[int, int, int, int]]:
-        root = self.root()
-        assert root is not None  # it has called
+        root = self.layer()
         inner, everyone = unconducted(root.communicator), root.communicator
         joined = inner is not everyone  # ranks without data take part in what all do
         among = inner if joined else self.group
@@ -202,8 +210,7 @@ class Parts:
         self, batch: int, lengths: tuple[int, ...], has: int, given: dict[str, Tensor | None]
     ) -> dict[str, Tensor]:
         """Positions and masks of whole sequences: integers."""
-        root = self.root()
-        assert root is not None
+        root = self.layer()
         names = [name for name, bit in (("positions", _POSITIONS), ("mask", _MASK)) if has & bit]
         longest = max(lengths)
         own = torch.zeros(len(names), batch, longest, dtype=torch.int64, device=root.device)
@@ -236,9 +243,8 @@ class Parts:
             self.group.all_gather(full.view(-1), own.reshape(-1)).wait()
         return full
 
-    def swap(self, way: Way, into: Tensor, flat: Tensor, bounds: Any, places: Any) -> None:
-        root = self.root()
-        assert root is not None
+    def swap(self, way: Direction, into: Tensor, flat: Tensor, bounds: Any, places: Any) -> None:
+        root = self.layer()
         root.log.entries.append(self._entries[way])
         with self._naming[way]:
             self.group.all_to_all(into, flat, bounds, places).wait()
@@ -266,12 +272,12 @@ class Parts:
         count, keys = query.shape[1], key.shape[1]
         queries = query_heads(count, self.size)
         needed = key_heads(queries, keys)
-        there = swap(self, measured, Way.THERE, (queries, needed, needed), query, key, value)
+        there = swap(self, measured, Direction.THERE, (queries, needed, needed), query, key, value)
         own, theirs = queries[self._index], needed[self._index]
         if (places := repeats(own, theirs, keys, count)) is not None:
             again = torch.tensor(places, device=key.device)
             there = there[0], there[1].index_select(1, again), there[2].index_select(1, again)
-        return swap(self, measured, Way.BACK, (queries,), attention(*there).contiguous())[0]
+        return swap(self, measured, Direction.BACK, (queries,), attention(*there).contiguous())[0]
 
 
 def attend(
@@ -303,10 +309,17 @@ def attend(
 
     Source: Jacobs et al., DeepSpeed Ulysses, 2023.
     """
-    parts = _UNDER_WAY.get()
-    if parts is None or not parts.active or not (parts.depth or inside_backward()):
+    parts = _latest()
+    if parts is None or not parts.active or not (parts.depth or parts.recomputes):
         return attention(query, key, value)
     return parts.attend(attention, query, key, value)
+
+
+def _latest() -> Parts | None:
+    """Those of the model whose forward has begun last in this thread."""
+    note = noted_in_thread(_LATEST)
+    found: Parts | None = None if note is None else note()
+    return found
 
 
 def parts_of(module: nn.Module) -> Parts | None:
@@ -324,7 +337,7 @@ def measures_of(model: nn.Module) -> list[Measure]:
 
 def parts_under_way() -> Parts | None:
     """Those of the model whose forward is under way."""
-    parts = _UNDER_WAY.get()
+    parts = _latest()
     return parts if parts is not None and parts.depth and parts.active else None
 
 
@@ -336,8 +349,7 @@ def measured_by(
     mask: Tensor | None,
     error: Exception | None,
 ) -> Measured:
-    root = parts.root()
-    assert root is not None
+    root = parts.layer()
     mine = rows, part, {"positions": positions, "mask": mask}, error
     found: Measured = root.conductor.conduct(Measure(root, parts, mine))
     return found

@@ -96,7 +96,7 @@ class _Tiled:
                 f"{type(whole).__name__} as its first argument, expected a tensor [..., S, H]"
             )
         one = partial(self._one, module, forward, args[1:], kwargs)
-        tiles = whole.split(self._length, -2)
+        tiles = torch.split(whole, self._length, -2)
         if not torch.is_grad_enabled():
             return torch.cat([one(each) for each in tiles], -2)
         _add_up_widely(module)
@@ -117,7 +117,7 @@ class _Tiled:
 
 
 def _add_up_widely(module: nn.Module) -> None:
-    """Autograd adds up a parameter's gradients, those of all tiles, in the dtype of its gradient."""
+    """Autograd adds up the gradients of all tiles in the dtype of a parameter's gradient."""
     for inner in module.modules():
         for _, parameter in parameters_of(inner):
             state = state_of(parameter)
