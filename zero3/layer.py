@@ -435,27 +435,23 @@ class RootEntry(Override):
 
     @ends_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(None, args, kwargs)
+        module, root, runtime = self._module(), self.root(), self.runtime()
+        if module is None or root is None or runtime is None:
+            raise RuntimeError(
+                f"the sharded model that this {self._plain.__qualname__} belongs to is gone"
+            )
+        forward = self._own or partial(self._plain, module)
+        return (
+            forward(*args, **kwargs)
+            if runtime.is_running(root)
+            else run_sharded(runtime, root, module, forward, args, kwargs)
+        )
 
     def enter_again(self, module: nn.Module) -> None:
         """Puts one like it over what the module's forward is now."""
         root, runtime = self.root(), self.runtime()
         if root is not None and runtime is not None:
             RootEntry(module, root, runtime)
-
-    def run(self, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-        """Runs `function` where the root's own layer is fetched. None: the module's forward."""
-        module, root, runtime = self._module(), self.root(), self.runtime()
-        if module is None or root is None or runtime is None:
-            raise RuntimeError(
-                f"the sharded model that this {self._plain.__qualname__} belongs to is gone"
-            )
-        forward = function or self._own or partial(self._plain, module)
-        return (
-            forward(*args, **kwargs)
-            if runtime.is_running(root)
-            else run_sharded(runtime, root, module, forward, args, kwargs)
-        )
 
 
 def run_in(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -468,8 +464,13 @@ def run_in(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwa
             return function(*args, **kwargs)
         return run_sharded(runtime, state, module, function, args, kwargs)
     entry = vars(module).get("forward")
-    if isinstance(entry, RootEntry):
-        return entry.run(function, args, kwargs)
+    if (
+        isinstance(entry, RootEntry)
+        and (root := entry.root()) is not None
+        and (runtime := entry.runtime()) is not None
+        and not runtime.is_running(root)
+    ):
+        return run_sharded(runtime, root, module, function, args, kwargs)
     return function(*args, **kwargs)
 
 

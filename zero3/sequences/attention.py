@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ def enter_forward_of_transformers(
         return forward(*args, **kwargs)
     given, error = dict(kwargs), None
     try:
-        given |= dict(zip(_names(forward), args, strict=False))
+        given |= _named(forward, args)
         _check_call(module, given)
     except ValueError as caught:
         error = caught
@@ -192,7 +192,8 @@ def enter_forward_of_transformers(
     # of ones: the model looks for packed sequences, in its part alone, if there is none
     mask = torch.ones((rows, part), dtype=torch.int64, device=device)
     given |= {"position_ids": positions, "attention_mask": mask, "use_cache": False}
-    given.pop("shift_labels", None)
+    if not given.get("fused_lm_head"):  # of TRL, whose forward makes the loss
+        given.pop("shift_labels", None)
     with parts.forward(measured, _packed(measured)):
         output = forward(**given)
     parts.check_exchanged(type(module).__name__)
@@ -200,8 +201,17 @@ def enter_forward_of_transformers(
     return output
 
 
-def _names(forward: Callable[..., Any]) -> Iterator[str]:
-    return iter(inspect.signature(forward).parameters)
+def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments, by their names.
+
+    Raises:
+        ValueError: They have none, as in wrappers that pass them on.
+    """
+    found = inspect.signature(forward).parameters.values()
+    names = [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        raise ValueError("a model whose ranks hold parts of sequences (sp) takes its batch by name")
+    return dict(zip(names, args, strict=False))
 
 
 def _check_call(module: nn.Module, given: dict[str, Any]) -> None:

@@ -63,15 +63,15 @@ class _Chunked(torch.autograd.Function):
         classes: Classes,
         trains: bool,
     ) -> Tensor:
-        wide = torch.promote_types(torch.float32, inputs.dtype)
-        counts = classes.counts(wide)
+        counts = classes.counts(torch.promote_types(torch.float32, inputs.dtype))
         if classes.reduction == "mean":
             counts = counts / counts.sum()
         reduced = classes.reduction != "none"
         gradients = None
         if trains and reduced:
-            gradients = _Gradients(ctx.needs_input_grad, inputs, weight, wide)
-        ctx.classes, ctx.gradients, ctx.bias = classes, gradients, bias
+            gradients = _Gradients(ctx.needs_input_grad, inputs, weight, counts.dtype)
+        ctx.classes, ctx.reduced, ctx.dtype, ctx.bias = classes, reduced, inputs.dtype, bias
+        ctx.made = None if gradients is None else gradients.made
         if not reduced:
             ctx.save_for_backward(inputs, weight)
         losses = [
@@ -84,17 +84,27 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        if (gradients := ctx.gradients) is None:
+        """
+        Raises:
+            RuntimeError: It is the second one of a loss that is reduced.
+        """
+        if ctx.reduced:
+            made, ctx.made = ctx.made, None
+            if made is None:
+                raise RuntimeError(
+                    "a second backward through a head that computes by chunks: its gradients were "
+                    "made in forward, and are used up. Pass options=None for a graph that is kept "
+                    "(retain_graph=True)"
+                )
+            found = [each if each is None else each.mul_(upstream) for each in made]
+        else:
             inputs, weight = ctx.saved_tensors
-            wide = torch.promote_types(torch.float32, inputs.dtype)
-            gradients = _Gradients(ctx.needs_input_grad, inputs, weight, wide)
-            counts = ctx.classes.counts(wide) * upstream
-            for rows, logits, target, count in _by_chunks(
-                inputs, weight, ctx.bias, ctx.classes, counts
-            ):
-                gradients.add(rows, logits, target, count)
-            return *gradients.take(None), None, None
-        return *gradients.take(upstream), None, None
+            counts = ctx.classes.counts(torch.promote_types(torch.float32, ctx.dtype)) * upstream
+            gradients = _Gradients(ctx.needs_input_grad, inputs, weight, counts.dtype)
+            for chunk in _by_chunks(inputs, weight, ctx.bias, ctx.classes, counts):
+                gradients.add(*chunk)
+            found = gradients.made
+        return *(each if each is None else each.to(ctx.dtype) for each in found), None, None
 
 
 def _by_chunks(
@@ -117,46 +127,31 @@ def _losses(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class _Gradients:
-    """The gradients of inputs, weight and bias. They are added up in float32."""
+    """The gradients of inputs, weight and bias, as far as they are needed. Those of several chunks
+    are added up in float32.
+    """
 
     def __init__(
         self, needed: tuple[bool, ...], inputs: Tensor, weight: Tensor, wide: torch.dtype
     ) -> None:
-        self._input, self._weight = inputs, weight
-        self._of = [
+        self._inputs, self._weight = inputs, weight
+        self.made = [
             inputs.new_empty(inputs.shape) if needed[0] else None,
             inputs.new_zeros(weight.shape, dtype=wide) if needed[1] else None,
             inputs.new_zeros(weight.shape[0], dtype=wide) if needed[2] else None,
         ]
-        self._dtype = inputs.dtype
 
     def add(self, rows: slice, logits: Tensor, target: Tensor, count: Tensor) -> Tensor:
         """Adds those of a chunk's losses, which it returns. It writes over the logits."""
-        of_input, of_weight, of_bias = self._of
+        of_inputs, of_weight, of_bias = self.made
         losses = _losses(logits, target) * count
         made = torch.softmax(logits, 1, out=logits)
         made.scatter_add_(1, target.unsqueeze(1), made.new_full((len(target), 1), -1.0))
-        narrow = made.mul_(count.unsqueeze(1)).to(self._dtype)
-        if of_input is not None:
-            of_input[rows] = torch.matmul(narrow, self._weight)
+        narrow = made.mul_(count.unsqueeze(1)).to(self._inputs.dtype)
+        if of_inputs is not None:
+            of_inputs[rows] = torch.matmul(narrow, self._weight)
         if of_weight is not None:
-            of_weight.add_(narrow.t() @ self._input[rows])
+            of_weight.add_(narrow.t() @ self._inputs[rows])
         if of_bias is not None:
             of_bias.add_(made.sum(0))
         return losses
-
-    def take(self, scale: Tensor | None) -> list[Tensor | None]:
-        """All of them, times the 0-dim `scale`. It may be called once.
-
-        Raises:
-            RuntimeError: It was called before.
-        """
-        if not self._of:
-            raise RuntimeError(
-                "a second backward through a head that computes by chunks: its gradients were made "
-                "in forward, and are used up. Pass options=None for a graph that is kept "
-                "(retain_graph=True)"
-            )
-        found = [each if scale is None or each is None else each.mul_(scale) for each in self._of]
-        self._of = []
-        return [None if each is None else each.to(self._dtype) for each in found]

@@ -62,9 +62,8 @@ class Parts:
         group = shared.group
         self.group, self.size = group, group.world_size
         self.root = weakref.ref(root)
-        self.present: Measured | None = (
-            None  # of the latest forward, or of that which is recomputed
-        )
+        # of the latest forward, or of that which is recomputed
+        self.present: Measured | None = None
         self.depth = 0  # forwards under way
         self.packed: Tensor | None = None  # [B, S], which sequence a token belongs to, if several
         self._members, self._index = shared.members, shared.part
