@@ -331,7 +331,6 @@ class Zero3Mixin(_Base):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
-        assert parts is not None  # `shard` has checked
         with torch.no_grad(), self.accelerator.one_of_each_group(on=False):
             loss = None
             if labels is not None:
