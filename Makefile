@@ -32,7 +32,7 @@ pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),parts=$$(mktemp -d); \
 STAMPS := examples tests dev docs trl package deepspeed low-bit
 
 .DEFAULT_GOAL := help
-.PHONY: help install first-part second-part third-part finetune sft test test-all deepspeed low-bit optimizers lint types docs package soak mutants versions clean
+.PHONY: help install first-part second-part third-part finetune sft test test-all deepspeed low-bit optimizers lint types docs site package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -78,9 +78,14 @@ docs: $(VENV)/.docs  ## build the documentation's site, docs/_build/html; a warn
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build/html $(ARGS)
 	@echo "Open docs/_build/html/index.html"
 
-package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source distribution; are they whole, and do its tests run?
+site: docs  ## build the site, and render every page in Chromium at the width of a desk and of a phone: is anything cut off?
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
+		apt-get -qq -o Acquire::Retries=3 update && apt-get -qq -y -o Acquire::Retries=3 install --no-install-recommends chromium > /dev/null; }
+	$(BIN)/python tests/rendered_site.py $(ARGS)
+
+package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source distribution; are they whole, the same bytes each time, and do its tests run?
 	rm -rf build dist
-	$(BIN)/python -m build --no-isolation
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/package.py dist
 

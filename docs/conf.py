@@ -21,10 +21,12 @@ author = "The zero3 authors"
 version = release = zero3.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "pictures"]
+exclude_patterns = ["_build", "pictures", "style"]
 html_theme = "furo"
 html_title = "zero3"
 html_copy_source = False
+html_static_path = ["style"]
+html_css_files = ["wide.css"]
 
 myst_heading_anchors = 4
 

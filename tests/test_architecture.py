@@ -178,8 +178,8 @@ def test_one_door_to_storages() -> None:
 
     asking = {source for source in SOURCES if any(asks_for_one(node) for node in ast.walk(TREES[source]))}
     counting = {"planning/ledger"}  # asks how large storages are, and resizes none
-    assert asking == {"core/chunk"} | counting
-    assert sources_that_write(r"\bUntypedStorage\b") == {"core/chunk"} | counting
+    assert asking == {"core/full_buffer"} | counting
+    assert sources_that_write(r"\bUntypedStorage\b") == {"core/full_buffer"} | counting
 
 
 def test_private_names_of_torch_are_in_two_files_of_a_step() -> None:

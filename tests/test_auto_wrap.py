@@ -26,7 +26,7 @@ def chosen(model: nn.Module) -> list[str]:
 def root_and_largest(model: nn.Module) -> tuple[int, int]:
     """Elements of the root's own layer, and of the largest other one."""
     parts = choose(model, None)
-    tied = tied_across(model, parts)
+    tied = tied_across(model, [tuple(module for _, module in part) for part in parts])
     layers = [each for part in parts for each in part]
     inside = {id(module) for _, module in layers}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -288,6 +289,48 @@ def test_after_an_exception_in_generate_batch_on_one_rank_layers_are_released() 
                 model.generate_batch([[3, 4]], generation_config="none")
         else:
             model.generate_batch([])
+        assert_at_rest(model)
+        model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+
+    on_ranks(2, small_llama, body)
+
+
+@HAS_IT
+@pytest.mark.parametrize("who", ["the model", "the caller"])
+def test_after_an_exception_while_generate_batch_runs_the_model_layers_are_released(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs the model in a thread of its own. On one rank the model raises there, or the caller is interrupted while he waits."""
+    from transformers.generation.continuous_batching import ContinuousBatchingManager as Manager
+
+    config = t.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = t.ContinuousBatchingConfig(page_size=32, num_blocks=8, max_batch_tokens=32)
+    interrupted, get_result, began = set[threading.Thread](), Manager.get_result, threading.Event()
+
+    def got(manager: Any, **options: Any) -> Any:
+        if threading.current_thread() in interrupted:
+            assert began.wait(20)
+            raise KeyboardInterrupt
+        return get_result(manager, **options)
+
+    monkeypatch.setattr(Manager, "get_result", got)
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        calls: list[threading.Thread] = []
+
+        def called(*_: Any) -> None:
+            calls.append(threading.current_thread())
+            began.set()
+            if len(calls) == 3 and who == "the model":
+                raise ArithmeticError("the model")
+
+        hook = model.model.layers[0].register_forward_pre_hook(called) if group.rank else None
+        if group.rank and who == "the caller":
+            interrupted.add(threading.current_thread())
+        with pytest.raises(KeyboardInterrupt) if group.rank and who == "the caller" else nullcontext():
+            made = model.generate_batch([[3, 4, 5]], generation_config=config, continuous_batching_config=sizes, warmup=False)
+            assert group.rank or len(made) == 1
+        if hook is not None:
+            hook.remove()
+            assert calls and threading.current_thread() not in calls
         assert_at_rest(model)
         model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
 

@@ -42,11 +42,26 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([Block(WIDTH, WIDTH) for _ in range(BLOCKS)])
         self.left_out: int | None = None
+        self.experts: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
             x = x if number == self.left_out else block(x)
+        if self.experts is not None:
+            one = torch.ones(1, 1)
+            x = x + self.experts(x, one.long(), one)
         return x
+
+
+class Experts(nn.Module):
+    """Two; the input goes to the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.weight = 2, nn.Parameter(torch.ones(2, WIDTH, WIDTH))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return torch.einsum("tij,tj->ti", self.weight[top_k_index[:, 0]], hidden_states)
 
 
 class Life:
@@ -127,6 +142,12 @@ def gathered_and_reduced(life: Life) -> tuple[int, int]:
     return len(life.sent("all_gather")), len(life.sent("reduce_scatter"))
 
 
+def experts_gathered_and_exchanges(life: Life) -> tuple[int, int]:
+    life.steps()
+    full, logs = 2 * WEIGHT, (life.group.log, *(twin.log for twin in life.twins))
+    return sum(n >= full for n in elements_gathered(life)), sum(entry.kind == "all_to_all" for log in logs for entry in log)
+
+
 def gathered_before_each_block(life: Life) -> list[int]:
     return life.steps().ahead
 
@@ -201,6 +222,7 @@ class Row:
     with_it: Any
     policy: dict[str, Any] = field(default_factory=dict)  # other fields, both without and with it
     trained: str = ""  # what the names of parameters that train contain
+    experts: bool = False
 
 
 def left_alone(name: str, info: zero3.ParamInfo) -> bool:
@@ -237,6 +259,7 @@ ROWS = {
     "offload": Row(PLACE, bytes_in_files, False, True),
     "gather_format": Row(zero3.Int8(), gathered_as, {FP32}, {BYTES}),
     "master_dtype": Row(FP64, gradient_dtypes, {FP32}, {FP64}),
+    "expert_parallel": Row(True, experts_gathered_and_exchanges, (1, 0), (0, 5), experts=True),
     "reduce_format": Row(zero3.Int8(), reduced_as, {("reduce_scatter", FP32)}, {("all_to_all", BYTES)}),
 }
 
@@ -248,6 +271,7 @@ def test_shardingpolicy_each_field_has_an_effect(name: str) -> None:
 
     def build() -> Net:
         model = Net()
+        model.experts = Experts() if row.experts else None
         for each, parameter in model.named_parameters():
             parameter.requires_grad_(row.trained in each)
         return model

@@ -366,21 +366,21 @@ def few_that_train(parameters: Sequence[ParameterSites]) -> list[ParameterSites]
     return trained if few else []
 
 
-def tied_across(model: nn.Module, chosen: list[tuple[Candidate, ...]]) -> dict[int, ParameterSites]:
+def tied_across(model: nn.Module, chosen: list[tuple[nn.Module, ...]]) -> dict[int, ParameterSites]:
     """Returns the parameters that are in several layers (the root counts as one), by id, with all
     their places and their first name.
     """
-    parts = [(Candidate("", model),), *chosen]
-    boundaries = {id(module) for part in chosen for _, module in part}
+    named = {id(module): name for name, module in model.named_modules()}
+    boundaries = {id(module) for part in chosen for module in part}
     units: dict[int, set[int]] = {}
     parameters: dict[int, ParameterSites] = {}
-    for number, (prefix, unit) in (
-        (number, each) for number, part in enumerate(parts) for each in part
+    for number, unit in (
+        (number, each) for number, part in enumerate([(model,), *chosen]) for each in part
     ):
         for name, module in own_modules(
             unit,
             lambda m, unit=unit: m is not unit and id(m) in boundaries,  # type: ignore[misc]
-            prefix,
+            named[id(unit)],
         ):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:

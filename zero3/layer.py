@@ -9,15 +9,15 @@ import sys
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from .build.construction import Request, all_but, build_state, device_of
-from .comm.factory import Dealer, parts_over
+from .build.construction import Request, agree_on, all_but, build_state
+from .build.with_experts import with_experts
+from .comm.factory import is_dealt, parts_over
 from .comm.plain_values import name_of
 from .core.autograd import (
     attributes_of,
@@ -29,7 +29,6 @@ from .core.autograd import (
 from .core.layer_state import LayerState
 from .core.parameters import IN_MODEL, WRAPPED, enter_model, own_module_name, own_modules
 from .core.runtime import ForwardPass, Pace, Runtime
-from .experts.finding import experts_in, is_experts, no_experts
 from .guards.calls import check_requires_grad, refuse_transforms
 from .guards.compiled import REASON, end_graph, ends_graphs
 from .guards.module_overrides import (
@@ -216,10 +215,27 @@ class Zero3Layer(StandIn):
                 "that takes the whole model. Call zero3.shard(model, process_group=mesh)"
             )
         request = Request(module, rank, world_size, device, dtype, policy, process_group)
-        if isinstance(policy, ShardingPolicy) and policy.expert_parallel:
-            request = _with_experts(request)
+        at_home = is_dealt(process_group) or getattr(policy, "expert_parallel", False)
+        if at_home and isinstance(module, nn.Module):
+            request = self._with_experts(request)
         self._wrap(build_state(request, is_layer), module, is_layer)
         self._list_chunks()
+
+    @classmethod
+    def _with_experts(cls, request: Request) -> Request:
+        """Makes the experts inside layers of their own. All ranks agree before anything changes."""
+        requests, error = [request], None
+        try:
+            requests = with_experts(requests, is_layer)
+        except (TypeError, ValueError) as caught:  # the other ranks wait to hear of it
+            error = caught
+        first, *inside = requests
+        made = {id(each.module) for each in inside}
+        will_be_layer = lambda module: is_layer(module) or id(module) in made  # noqa: E731
+        agree_on(requests, will_be_layer, error, caller="Zero3Layer")
+        for each in inside:
+            put(request.module, each.module, cls._from_request(each, will_be_layer)[0])
+        return first
 
     @classmethod
     def _from_request(
@@ -370,34 +386,6 @@ class Zero3Layer(StandIn):
         return self
 
 
-def _with_experts(request: Request) -> Request:
-    """Makes experts inside of the module layers, or notes that it holds some itself."""
-    dealer, module = Dealer(request.process_group), request.module
-    if is_experts(module):
-        alone = dealer.blocks(device_of(request, is_layer)) == 1
-        return request if alone else replace(request, dealer=dealer)
-    found = [inner for _, inner in experts_in(module)]
-    at_home = [layer for layer in layers_of(module) if is_experts(layer.module)]
-    if not found and not at_home:
-        raise no_experts(f"this {type(module).__name__}")
-    policy = replace(request.policy, output_dtype=None)
-    for inner in found:
-        layer = Zero3Layer(
-            inner,
-            None,
-            None,
-            request.device,
-            request.dtype,
-            policy=policy,
-            process_group=request.process_group,
-        )
-        for owner in list(module.modules()):
-            names = [name for name, child in owner._modules.items() if child is inner]
-            owner._modules.update(dict.fromkeys(names, layer))
-        enter_model(layer)
-    return request
-
-
 def run_sharded(
     runtime: Runtime,
     state: LayerState,
@@ -412,7 +400,7 @@ def run_sharded(
     with ForwardPass(runtime, entry):
         if transforms_under_way():
             refuse_transforms(state)
-        runtime.pre_forward(state)
+        runtime.pre_forward(state, (args, kwargs))
         with state.forward_span, uncached_autocast():
             output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
@@ -467,11 +455,22 @@ def run_in(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwa
     if (
         isinstance(entry, RootEntry)
         and (root := entry.root()) is not None
-        and (runtime := entry.runtime()) is not None
-        and not runtime.is_running(root)
+        and (own := entry.runtime()) is not None
+        and not own.is_running(root)
     ):
-        return run_sharded(runtime, root, module, function, args, kwargs)
+        return run_sharded(own, root, module, function, args, kwargs)
     return function(*args, **kwargs)
+
+
+def put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
+    """Puts `layer` into every place in the model that has `module`. A shared module has several
+    places.
+    """
+    for owner in list(model.modules()):
+        for name, child in owner._modules.items():
+            if child is module:
+                owner._modules[name] = layer
+    enter_model(layer)
 
 
 def is_layer(module: nn.Module) -> bool:

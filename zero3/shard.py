@@ -19,12 +19,12 @@ from .access import pinned, resident
 from .auto_wrap import Candidate, Layers, choose, few_that_train, tied_across
 from .build.construction import Request, agree_on, all_but, build_state, device_of
 from .build.selecting import formats_of, without_ignored
+from .build.with_experts import with_experts
 from .comm.communicator import is_first
-from .comm.factory import Dealer, parts_over
+from .comm.factory import parts_over
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.parameters import (
-    enter_model,
     find_parameters,
     is_callable,
     own_module_name,
@@ -34,11 +34,10 @@ from .core.parameters import (
     unwrapped,
 )
 from .core.sites import ParameterSites
-from .experts.finding import check_mesh, experts_in, no_experts
 from .guards.compiled import check_compiled
 from .guards.module_overrides import Override, guard, refuse_merges
 from .guards.unshardable import check_parameters
-from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of
+from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of, put
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
 from .sequences.dividing import check_dividable, divide_sequences
@@ -162,7 +161,7 @@ def shard(
         for module, layer in zip(
             request.modules, Zero3Layer._from_request(request, partition.will_be_layer), strict=True
         ):
-            _put(model, module, layer)
+            put(model, module, layer)
     root = build_state(partition.root, is_layer)
     if parts_over(process_group) > 1:
         divide_sequences(model, root, process_group)
@@ -196,9 +195,7 @@ def _agreed_partition(
     error: Exception | None = None
     partition = _Partition([], common)
     try:
-        partition = _with_policies(
-            _partitioned(common, layers, policy), _as_configured(common.module, policy)
-        )
+        partition = _partitioned(common, layers, policy)
         _check_together(partition)
         if (ranks := parts_over(common.process_group)) > 1:
             check_dividable(common.module, ranks, [part.policy for part in partition.layers])
@@ -218,40 +215,13 @@ def _partitioned(common: Request, layers: Layers, policy: ShardingPolicy | Polic
             "once, before wrapping any part of it"
         )
     _check_adapters(model)
-    chosen, dealer = choose(model, layers), Dealer(common.process_group)
-    at_home = _experts_at_home(model, policy, dealer, common)
-    apart = {id(module) for _, module in at_home}
-    chosen = [part for part in chosen if not any(id(module) in apart for _, module in part)]
-    chosen += [(each,) for each in at_home]
-    check_compiled(_outside_or_around(model, {id(module) for part in chosen for _, module in part}))
-    tied = tied_across(model, chosen)
-    own = replace(common, elsewhere=frozenset(tied), model=model)
-    parts = [_part(own, part) for part in chosen]
-    parts = [replace(p, dealer=dealer) if id(p.module) in apart else p for p in parts]
-    return _Partition(parts, replace(common, borrowed=tuple(tied.values())))
-
-
-def _experts_at_home(
-    model: nn.Module, policy: ShardingPolicy | PolicyOf, dealer: Dealer, common: Request
-) -> list[Candidate]:
-    """The experts that stay with the ranks that own them. None if one rank owns all of them.
-
-    Raises:
-        ValueError: The policy, or the mesh, is for experts, and there are none; or the mesh is, and
-            the policy is not.
-    """
-    whole = policy if isinstance(policy, ShardingPolicy) else None
-    if (whole is not None and not whole.expert_parallel) or not (whole or callable(policy)):
-        check_mesh(common.process_group, expert_parallel=False)
-        return []
-    found = [Candidate(*each) for each in experts_in(model)]
-    if whole is None and callable(policy):
-        found = [each for each in found if policy(*each).expert_parallel]
-    if not found and whole is not None:
-        raise no_experts(f"this {type(model).__name__}")
-    check_mesh(common.process_group, expert_parallel=bool(found))
-    device = device_of(common, lambda module: False)
-    return found if dealer.blocks(device) > 1 else []
+    parts = [_part(replace(common, model=model), part) for part in choose(model, layers)]
+    partition = _with_policies(_Partition(parts, common), _as_configured(model, policy))
+    root, *parts = with_experts([partition.root, *partition.layers], partition.will_be_layer)
+    check_compiled(_outside_or_around(model, {id(m) for part in parts for m in part.modules}))
+    tied = tied_across(model, [part.modules for part in parts])
+    parts = [replace(part, elsewhere=frozenset(tied)) for part in parts]
+    return _Partition(parts, replace(root, borrowed=tuple(tied.values())))
 
 
 def _check_together(partition: _Partition) -> None:
@@ -409,17 +379,6 @@ def _with_adapters(partition: _Partition) -> _Partition:
         *(sites for key, sites in adapters.items() if key in moved),
     )
     return _Partition(parts, replace(partition.root, borrowed=borrowed), frozenset(moved))
-
-
-def _put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:
-    """Puts `layer` into every place in the model that has `module`. A shared module has several
-    places.
-    """
-    for owner in list(model.modules()):
-        for name, child in owner._modules.items():
-            if child is module:
-                owner._modules[name] = layer
-    enter_model(layer)
 
 
 def _enter_through_root(state: LayerState, model: nn.Module) -> None:

@@ -3,8 +3,8 @@
     python benchmarks/long/main.py --help
     python benchmarks/long/main.py --plan             what a plan says of 8 B at 128 K and 512 K tokens
 
-Each way has all of those before it, and the same model: plain sharding; the head by chunks; tiles; activations in a file; parts of sequences
-over two ranks. Without parts each rank has a sequence of its own. Bytes are one rank's, above those at rest.
+Each way has all of those before it, and the same model: plain sharding; the head by chunks; tiles; activations in a file; parts of
+sequences over two ranks. Without parts each rank has a sequence of its own. Bytes are one rank's, above those at rest.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from dataclasses import replace
 from zero3.planning.cluster import PRODUCT, Cluster, cluster_of
 
 GBIT = 1e9 / 8
+GIB = 2**30
+LINKS = (400, 200, 100)  # Gbit/s a GPU, between nodes
 
 # Of the share of its data sheet's FLOP/s that this GPU reaches, the one number that is fitted: on the cells of `validate.FITTED`, which no
 # judgement uses. Its publishers say that its peak is below the data sheet's (power is limited to 500 W), and do not know what it is.
@@ -18,6 +20,10 @@ H100 = cluster_of("h100", 400 * GBIT)
 H100_500W = replace(H100, flops=H100.flops * REACHED / PRODUCT, memory_bandwidth=2.4e12)
 
 MACHINES: dict[str, Cluster] = {"H100 of 500 W": H100_500W, "H100 by data sheet": H100}
+
+
+# GiB that torch sees: as the publishers of the figures tell it, and as NVIDIA's tools tell it of a GPU of 80 GB (81559 MiB).
+CAPACITY = {"H100 of 500 W": 95.0396, "H100 by data sheet": 81559 / 1024}
 
 
 def with_link(machine: Cluster, gigabits: float) -> Cluster:

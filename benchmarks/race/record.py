@@ -1,54 +1,50 @@
-"""One run: a system trains a model for three steps on rank 0 of W, on the simulated GPU; what it asked for is written down, and replayed.
+"""A run of three steps on rank 0 of W, on the simulated GPU: what it asked for is written down, and replayed.
 
-    python -m benchmarks.race.record zero3 8b 64 1x2048 none        # in a process of its own, as it takes torch's CUDA slot
-
-It prints JSON: a step's figures for each link and each way in which the host counts.
+To be imported before torch, in a process of its own (`runs.apart`), as it takes torch's CUDA slot.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import pickle
-import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from tests.device import simulated
 
 import torch  # isort: skip
+from torch.distributed.tensor import DTensor  # isort: skip
 
-from benchmarks.race.machines import MACHINES, with_link  # isort: skip
-from benchmarks.race.models import CHECKPOINTING, SHAPES, loss_of, model_of  # isort: skip
-from benchmarks.race.systems import SYSTEMS  # isort: skip
+from benchmarks.race.machines import LINKS, MACHINES, with_link  # isort: skip
+from benchmarks.race.models import loss_of, model_of  # isort: skip
+from benchmarks.race.runs import Run  # isort: skip
+from benchmarks.race.systems import SYSTEMS, Training  # isort: skip
+from tests.device.caching import UNIT  # isort: skip
 from tests.device.clock import HOSTS, Clocks, Step  # isort: skip
 from tests.device.dry_run import alone  # isort: skip
 
 STEPS = 3  # the first makes the optimizer's state, and systems learn from it
-LINKS = (400, 200, 100)  # Gbit/s a GPU
+BY_LISTS, HOLDS_LOGITS = "by_lists", "holds_logits"  # AdamW that is not fused; logits that the loop keeps during backward, in fp32
 
 
-def record(
-    system: str, name: str, ranks: int, rows: int, sequence: int, checkpointing: str, *, fused: bool = True, holds_logits: bool = False,
-    steps: int = STEPS, **chosen: Any,
-) -> list[Any]:  # fmt: skip
-    """The log of the steps, with marks: "step", "backward", "clip", "optimizer". `holds_logits`: the loop
-    keeps them during backward, in fp32."""
-    device = simulated.C
-    with alone(ranks):
+def logged(run: Run, steps: int = STEPS, looks: Callable[[Training, torch.optim.Optimizer], None] = lambda *_: None) -> list[Any]:
+    """The log of the steps, with marks: "step", "backward", "clip", "optimizer". `looks` is called before each "optimizer"."""
+    device, loop = simulated.C, (BY_LISTS, HOLDS_LOGITS)
+    with alone(run.ranks):
         gc.collect()
         gc.disable()  # a collection would be a moment of its own in the memory
         device.take_log()
         device.log(True)
         try:
-            training = SYSTEMS[system](model_of(name, sequence, checkpointing), ranks, **chosen)
+            chosen = {name: True for name in run.chosen if name not in loop}
+            training = SYSTEMS[run.system](model_of(run.model, run.sequence, run.checkpointing), run.ranks, **chosen)
+            fused = BY_LISTS not in run.chosen
             optimizer = torch.optim.AdamW(training.parameters, lr=1e-4, fused=fused, foreach=None if fused else True)
             for _ in range(steps):
                 device.mark("step")
-                _step(training, optimizer, rows, sequence, holds_logits)
+                _step(training, optimizer, run, looks)
             device.mark("step")
         finally:
             device.log(False)
@@ -56,22 +52,29 @@ def record(
         log = device.take_log()
         del training, optimizer
         gc.collect()
-    return list(log)
+    return _by_appearance(log)
 
 
-def _step(training: Any, optimizer: torch.optim.Optimizer, rows: int, sequence: int, holds_logits: bool) -> None:
-    ids = torch.empty(rows, sequence, dtype=torch.long, device="cuda")
+def _by_appearance(log: list[Any]) -> list[Any]:
+    """Streams are numbered as they appear, and not as all runs of this process have made them."""
+    numbers = {0: 0}
+    return [(kind, name, numbers.setdefault(stream, len(numbers)), *rest) for kind, name, stream, *rest in log]
+
+
+def _step(training: Training, optimizer: torch.optim.Optimizer, run: Run, looks: Callable[..., None]) -> None:
+    ids = torch.empty(run.rows, run.sequence, dtype=torch.long, device="cuda")
     labels = torch.empty_like(ids)
     logits = training.model(ids)
-    if holds_logits:
+    if HOLDS_LOGITS in run.chosen:
         logits = logits.float()
     loss = loss_of(logits, labels)
-    if not holds_logits:
+    if HOLDS_LOGITS not in run.chosen:
         del logits
     simulated.C.mark("backward")
     loss.backward()
     simulated.C.mark("clip")
     training.clip()
+    looks(training, optimizer)
     simulated.C.mark("optimizer")
     optimizer.step()
     optimizer.zero_grad()
@@ -104,41 +107,40 @@ def replayed(log: list[Any]) -> dict[str, Any]:
     return found
 
 
-def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """One run, as `Recorders` asks for it. With `log`, a file: the log goes there, and nothing is replayed."""
-    rows, sequence = map(int, asked["batch"].split("x"))
+def causes(run: Run) -> dict[str, float]:
+    """What the bytes at the peak of the last step are for, as `peak_by_cause` tells it."""
+    blocks: dict[int, str] = {}
+
+    def look(training: Training, optimizer: torch.optim.Optimizer) -> None:
+        tensors = [(parameter, "sharded parameters") for parameter in training.parameters]
+        tensors += [(each, "optimizer") for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
+        for tensor, cause in tensors:
+            blocks[simulated.C.block_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor)] = cause
+
+    return peak_by_cause(logged(run, looks=look), blocks)
+
+
+def peak_by_cause(log: list[Any], blocks: dict[int, str]) -> dict[str, float]:
+    """Bytes at the peak of the last step, and by cause. What is in none of these blocks is "all else"."""
+    live: dict[int, float] = {}
+    now = Counter[str]()
+    most = now.copy()
+    for kind, name, _, ident, _, nbytes, *_ in log:
+        if kind == "m" and name == "step":
+            last, most = most, now.copy()
+        elif kind == "a" or (kind == "f" and ident in live):
+            cause, nbytes = blocks.get(ident, "all else"), -live.pop(ident) if kind == "f" else -(-int(nbytes) // UNIT) * UNIT
+            if kind == "a":
+                live[ident] = nbytes
+            now[cause] += nbytes
+            most = now.copy() if now.total() > most.total() else most
+    return {**last, "peak": last.total()}
+
+
+def told(run: Run) -> dict[str, Any]:
+    """One run's figures."""
     began = time.perf_counter()
-    log = record(asked["system"], asked["model"], asked["ranks"], rows, sequence, asked["checkpointing"], **asked["settings"])
+    log = logged(run)
     recorded = time.perf_counter() - began
-    if asked.get("log"):
-        Path(asked["log"]).write_bytes(pickle.dumps(log))
-        return {"recorded": recorded}
     found = replayed(log)
     return {"entries": len(log), "recorded": recorded, "replayed": time.perf_counter() - began - recorded, "steps": found}
-
-
-def serve() -> None:
-    """Lines of JSON come in and go out. Whatever else is printed goes to stderr."""
-    out, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        out.write(json.dumps(answer(json.loads(line))) + "\n")
-        out.flush()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("system", choices=[*SYSTEMS, "serve"], help="`serve` reads runs from stdin")
-    parser.add_argument("model", choices=SHAPES, nargs="?")
-    parser.add_argument("ranks", type=int, nargs="?")
-    parser.add_argument("batch", nargs="?", help="rows x tokens, such as 2x8192")
-    parser.add_argument("checkpointing", choices=CHECKPOINTING, nargs="?")
-    parser.add_argument("--settings", type=json.loads, default={}, help="of `record` and of the system, as JSON")
-    parser.add_argument("--log", help="write the log to this file, and replay nothing")
-    options = parser.parse_args()
-    if options.system == "serve":
-        return serve()
-    print(json.dumps(answer(vars(options))))
-
-
-if __name__ == "__main__":
-    main()

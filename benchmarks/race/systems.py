@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from zero3.access import states_of
 @dataclass
 class Training:
     model: nn.Module
-    parameters: Iterable[nn.Parameter]
+    parameters: list[nn.Parameter]
     clip: Callable[[], Any]
 
 
@@ -46,13 +46,18 @@ def by_fsdp2(model: Model, ranks: int, *, keep_last: bool = False, root_holds_en
     block stays, as in torchtitan."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
+
+    def placed(parameter: nn.Parameter) -> Shard:
+        """A stack of fewer experts than ranks is cut inside of each: along the first dimension most ranks would have padding."""
+        return Shard(1 if parameter.dim() == 3 and len(parameter) % ranks else 0)
 
     mesh = init_device_mesh("cuda", (ranks,))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = [*model.blocks] if root_holds_ends else _layers(model)
     for layer in layers:
         stays = (keep_last or root_holds_ends) and layer is layers[-1]
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not stays)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not stays, shard_placement_fn=placed)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     model.to_empty(device="cuda")
     return _torchs(model)

@@ -10,62 +10,51 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import markdown
-from benchmarks.race.machines import H100, H100_500W, REACHED
+from benchmarks.race.machines import GIB, H100, H100_500W, REACHED
 from benchmarks.race.models import SHAPES
-from benchmarks.race.recorders import Recorders, recorders
-from tests.device.clock import HOSTS, Clocks
+from benchmarks.race.runs import Run, kept
+from tests.device.clock import HOSTS, Clocks, Step
 from zero3.planning.cluster import PRODUCT
 
-Run = Callable[[dict[str, Any]], dict[str, Any]]
-GIB = 2**30
 ALLOWED, OF_TRACKERS = 0.10, 0.03
-TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-PULL = "torchtitan, pull request 165, of a GPU of 95.0396 GiB"
-OF_PULL = 95.0396 / 100
-SETTINGS: dict[str, Any] = {"root_holds_ends": True, "fused": False}
+SHARES = [share / 100 for share in range(40, 76)]  # of the data sheet's FLOP/s, that are tried
+OF_PULL = 95.0396 / 100  # the pull request tells percentages
+Log = list[Any]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A published run. Memory in GiB, at most; tokens a second and GPU (the middle, where a range is published)."""
+class Published:
+    """What was measured by others. Memory in GiB, at most; tokens a second and GPU (the middle, where a range is published)."""
 
-    system: str
-    model: str
-    ranks: int
-    batch: str
-    checkpointing: str
-    source: str
+    run: Run
     tokens: float
     reserved: float
     active: float | None = None
     expandable: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return f"{self.system.upper()} {self.model.upper()}, W = {self.ranks}, {self.batch}, {self.checkpointing}"
-
-    @property
-    def per_step(self) -> int:
-        return math.prod(map(int, self.batch.split("x")))
+        return f"{self.run.system.upper()} {self.run.cell}"
 
 
-def _of_pull(system: str, checkpointing: str, active: float, reserved: float, tokens: float) -> Cell:
-    held = {**SETTINGS, "holds_logits": True}
-    return Cell(system, "7b", 8, "8x2048", checkpointing, PULL, tokens, reserved * OF_PULL, active * OF_PULL, settings=held)
+def _of_pull(system: str, checkpointing: str, active: float, reserved: float, tokens: float) -> Published:
+    """torchtitan, pull request 165, of a GPU of 95.0396 GiB."""
+    run = Run(system, "7b", 8, 8, 2048, checkpointing, ("root_holds_ends", "by_lists", "holds_logits"))
+    return Published(run, tokens, reserved * OF_PULL, active * OF_PULL)
 
 
-def _of_titan(ranks: int, reserved: float, tokens: float) -> Cell:
-    return Cell("fsdp2", "8b", ranks, "2x8192", "selective", TITAN, tokens, reserved, expandable=True, settings=SETTINGS)
+def _of_titan(ranks: int, reserved: float, tokens: float) -> Published:
+    """torchtitan, benchmarks/llama3_h100_202412_torchtitan.md."""
+    return Published(Run("fsdp2", "8b", ranks, 2, 8192, "selective", ("root_holds_ends", "by_lists")), tokens, reserved, expandable=True)
 
 
 FITTED = [_of_pull("fsdp2", "full", 23.92, 32.64, 6200), _of_pull("fsdp2", "selective", 52.13, 62.51, 6700)]
@@ -75,125 +64,128 @@ JUDGED = [
     _of_pull("fsdp1", "full", 24.81, 33.82, 6150),
     _of_pull("fsdp1", "selective", 52.98, 67.23, 6600),
 ]
+TRACKED = Run("fsdp2", "8b", 8, 1, 2048, "full")
 
 
-def judge(name: str, *where: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.race.judges", name, *where], capture_output=True, text=True)
+@dataclass(frozen=True)
+class Verdict:
+    """What was found for what is expected."""
+
+    what: str
+    found: float
+    expected: float
+    allowed: float = ALLOWED
+    fitted: bool = False
+
+    @property
+    def missed(self) -> bool:
+        return abs(self.found / self.expected - 1) > self.allowed
+
+    def __str__(self) -> str:
+        error = f"{self.found / self.expected - 1:+.1%}"
+        return f"**{error}, a miss**" if self.missed else f"{'fitted, ' * self.fitted}{error}"
+
+
+def simulated(cell: Published, log: Log, reached: float = REACHED) -> Step:
+    machine = replace(H100_500W, flops=H100_500W.flops * reached / REACHED)
+    return Clocks(machine, HOSTS["launches"], expandable=cell.expandable).replay(log)[-1]
+
+
+def fit(logs: dict[Published, Log]) -> float:
+    """The share of the data sheet's FLOP/s that is nearest to the fitted cells."""
+    times = {cell: [entry for entry in logs[cell] if entry[0] not in "afu"] for cell in FITTED}
+
+    def missed(share: float) -> float:
+        return sum(math.log(cell.run.tokens / simulated(cell, log, share).seconds / cell.tokens) ** 2 for cell, log in times.items())
+
+    return min(SHARES, key=missed)
+
+
+def verdicts(cell: Published, step: Step) -> list[Verdict]:
+    memory = [Verdict("reserved GiB", step.reserved / GIB, cell.reserved)]
+    memory += [] if cell.active is None else [Verdict("active GiB", step.active / GIB, cell.active)]
+    return [*memory, Verdict("tokens/s a GPU", cell.run.tokens / step.seconds, cell.tokens, fitted=cell in FITTED)]
+
+
+def difference(steps: dict[Published, Step]) -> Verdict:
+    """In reserved memory, between the two numbers of ranks."""
+    few, many = JUDGED[:2]
+    return Verdict("from W = 8 to 128, reserved GiB less", (steps[few].reserved - steps[many].reserved) / GIB, few.reserved - many.reserved)
+
+
+def _judge(name: str) -> dict[str, Any]:
+    where = [TRACKED.model, TRACKED.ranks, f"{TRACKED.rows}x{TRACKED.sequence}", TRACKED.checkpointing]
+    done = subprocess.run([sys.executable, "-m", "benchmarks.race.judges", name, *map(str, where)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr.strip()[-800:]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def logged(cell: Cell, run: Run) -> list[Any]:
-    with tempfile.NamedTemporaryFile() as file:
-        run({
-            "system": cell.system, "model": cell.model, "ranks": cell.ranks, "batch": cell.batch, "checkpointing": cell.checkpointing,
-            "settings": cell.settings, "log": file.name,
-        })  # fmt: skip
-        return list(pickle.load(file))
+CAUSES = {"sharded parameters": "Sharded Param", "optimizer": "OptState"}  # here, and in torch's tracker
 
 
-def simulated(cell: Cell, log: list[Any], reached: float = REACHED) -> Any:
-    machine = replace(H100_500W, flops=H100_500W.flops * reached / REACHED)
-    return Clocks(machine, HOSTS["launches"], expandable=cell.expandable).replay(log)[-1]
+def by_cause(told: dict[str, Any], found: dict[str, float]) -> list[Verdict]:
+    """torch's tracker has more causes; all others are one here. (A gradient that is being reduced is "temporary" until it is shown.)"""
+    theirs = {cause: told[word] for cause, word in CAUSES.items()}
+    theirs["all else"] = told["Total"] - sum(theirs.values())
+    theirs["peak"] = told["Total"]
+    return [Verdict(f"FSDPMemTracker: {cause}, GiB", found[cause] / GIB, nbytes / GIB, OF_TRACKERS) for cause, nbytes in theirs.items()]
 
 
-def tokens(cell: Cell, log: list[Any], reached: float = REACHED) -> float:
-    return cell.per_step / float(simulated(cell, log, reached).seconds)
-
-
-def fit(logs: dict[str, list[Any]]) -> float:
-    """The share of the data sheet's FLOP/s that is nearest to the fitted cells, in steps of 0.01."""
-
-    times = {cell.name: [entry for entry in logs[cell.name] if entry[0] not in "afu"] for cell in FITTED}
-
-    def missed(share: float) -> float:
-        return sum(math.log(tokens(cell, times[cell.name], share) / cell.tokens) ** 2 for cell in FITTED)
-
-    return min((share / 100 for share in range(40, 76)), key=missed)
-
-
-def judged(found: float, expected: float, allowed: float = ALLOWED) -> str:
-    error = found / expected - 1
-    return f"{error:+.1%}" if abs(error) <= allowed else f"**{error:+.1%}, a miss**"
-
-
-def trackers(run: Run) -> list[list[str]]:
-    """Rows: a judge, its figure, the simulation's, the difference."""
-    batch, rows = ("8b", "8", "1x2048", "full"), []
-    cell = Cell("fsdp2", "8b", 8, "1x2048", "full", "", 1, 1)
-    peak = simulated(cell, logged(cell, run)).allocated
-    plain = Clocks(H100).replay(logged(replace(cell, system="plain", ranks=1), run))[-1]
-    told = judge("memory", *batch)
-    causes = ", ".join(f"{cause} {nbytes / GIB:.2f}" for cause, nbytes in told.items() if nbytes > 1e7 and cause != "Total")
-    rows.append(
-        [
-            "FSDPMemTracker: peak, GiB",
-            f"{told['Total'] / GIB:.3f} ({causes})",
-            f"{peak / GIB:.3f}",
-            judged(peak, told["Total"], OF_TRACKERS),
-        ]
+def trackers(out: Path) -> list[Verdict]:
+    """torch's own, beside the simulation."""
+    plain = Clocks(H100).replay(kept("logged", replace(TRACKED, system="plain", ranks=1), out))[-1]
+    roofline = Verdict(
+        "RuntimeEstimator: forward and backward of plain torch, ms", 1e3 * plain.phases["clip"], 1e3 * _judge("computation")["seconds"]
     )
-    roofline = judge("computation", *batch)["seconds"]
-    seconds = plain.phases["clip"]
-    rows.append(
-        [
-            "RuntimeEstimator: forward and backward of plain torch, ms",
-            f"{1e3 * roofline:.1f}",
-            f"{1e3 * seconds:.1f}",
-            judged(seconds, roofline, ALLOWED),
-        ]
-    )
-    return rows
+    return [*by_cause(_judge("memory"), kept("causes", TRACKED, out)), roofline]
 
 
-def report(processes: Recorders, say: Callable[[str], None] = print) -> bool:
-    """Says all of it. Returns whether nothing is missed."""
-    cells = [*FITTED, *JUDGED]
-    made = processes.map(lambda cell: logged(cell, processes.run), cells)
-    logs = {cell.name: log for cell, log in zip(cells, made, strict=True)}
-    share = fit(logs)
-    if abs(share - REACHED) > 0.011:
-        raise RuntimeError(f"benchmarks/race/machines.py has {REACHED} for what the GPU reaches, and the fit is {share}")
-    rows, steps = [], {cell.name: simulated(cell, logs[cell.name]) for cell in cells}
-    for cell in cells:
-        step = steps[cell.name]
-        speed = cell.per_step / step.seconds
-        active = "" if cell.active is None else f"{step.active / GIB:.1f} for {cell.active:.1f} ({judged(step.active / GIB, cell.active)})"
-        memory = f"{step.reserved / GIB:.1f} for {cell.reserved:.1f} ({judged(step.reserved / GIB, cell.reserved)})"
-        time = f"{speed:.0f} for {cell.tokens:.0f} ({'fitted, ' if cell in FITTED else ''}{judged(speed, cell.tokens)})"
-        state = 16 * SHAPES[cell.model].parameters / cell.ranks / GIB
-        unfitted = cell.per_step / simulated(cell, logs[cell.name], PRODUCT).seconds
-        rows.append(
-            [
-                cell.name,
-                memory,
-                active,
-                time,
-                f"{state:.1f} GiB ({state / cell.reserved - 1:+.0%})",
-                f"{unfitted:.0f} ({unfitted / cell.tokens - 1:+.0%})",
-            ]
-        )
-    say(f"Fitted: {share:.2f} of the data sheet's 989 TFLOP/s are reached, on the first two rows. Nothing else is.\n")
-    say(markdown(["published run", "reserved GiB", "active GiB", "tokens/s a GPU", "null: state / N", f"unfitted ({PRODUCT})"], rows))
-    few, many = (steps[cell.name].reserved / GIB for cell in JUDGED[:2])
-    difference = JUDGED[0].reserved - JUDGED[1].reserved
+def rows_of(cell: Published, log: Log, step: Step) -> list[str]:
+    state = 16 * SHAPES[cell.run.model].parameters / cell.run.ranks / GIB
+    unfitted = cell.run.tokens / simulated(cell, log, PRODUCT).seconds
+    told = {
+        each.what: f"{each.found:.{0 if each.found > 999 else 1}f} for {each.expected:.{0 if each.found > 999 else 1}f} ({each})"
+        for each in verdicts(cell, step)
+    }
+    null = [f"{state:.1f} GiB ({state / cell.reserved - 1:+.0%})", f"{unfitted:.0f} ({unfitted / cell.tokens - 1:+.0%})"]
+    return [cell.name, *(told.get(what, "") for what in ("reserved GiB", "active GiB", "tokens/s a GPU")), *null]
+
+
+@dataclass(frozen=True)
+class Report:
+    text: str
+    misses: int
+
+
+def report(out: Path, jobs: int = 2) -> Report:
+    """All of it. A fit that is not the one that machines.py has is a miss."""
+    with ThreadPoolExecutor(jobs) as pool:
+        torchs = pool.submit(trackers, out)
+        cells = [*FITTED, *JUDGED]
+        logs = dict(zip(cells, pool.map(lambda cell: kept("logged", cell.run, out), cells), strict=True))
+        told = torchs.result()
+    steps = {cell: simulated(cell, log) for cell, log in logs.items()}
+    share, apart_by = Verdict("fitted share of FLOP/s", fit(logs), REACHED, 0.02), difference(steps)
+    columns = ["published run", "reserved GiB", "active GiB", "tokens/s a GPU", "null: state / N", f"unfitted ({PRODUCT})"]
+    table = markdown(columns, [rows_of(cell, log, steps[cell]) for cell, log in logs.items()])
     null = 16 * SHAPES["8b"].parameters * (1 / 8 - 1 / 128) / GIB
-    say(
-        f"\nFrom W = 8 to 128: {few - many:.1f} GiB less for {difference:.1f} "
-        f"({judged(few - many, difference)}); null, state / N: {null:.1f}.\n"
+    rows = [[each.what, f"{each.expected:.2f}", f"{each.found:.2f}", f"{each}"] for each in told]
+    own = f"torch's own trackers, of {TRACKED.cell}"
+    misses = _misses([share, apart_by, *told, *(each for cell in cells for each in verdicts(cell, steps[cell]))])
+    return Report(
+        f"Simulated; no GPU was used. Fitted, on the first two rows: {share.found:.2f} of the data sheet's 989 TFLOP/s are reached "
+        f"(machines.py has {REACHED}: {share}). Nothing else is.\n\n{table}\n\n"
+        f"From W = 8 to 128: {apart_by.found:.1f} GiB less for {apart_by.expected:.1f} ({apart_by}); null, state / N: {null:.1f}.\n\n"
+        f"{markdown([own, 'it says', 'simulated', ''], rows)}\n\n"
+        f"Misses: {misses or 'none'} (allowed: {ALLOWED:.0%}; of torch's tracker of memory {OF_TRACKERS:.0%}).",
+        misses,
     )
-    told = trackers(processes.run)
-    say(markdown(["torch's own tracker", "it says", "simulated", ""], told))
-    everything = [*(text for row in rows for text in row), judged(few - many, difference), *(text for row in told for text in row)]
-    misses = sum("a miss" in text for text in everything)
-    say(
-        f"\n{misses or 'No'} {'miss' if misses == 1 else 'misses'} "
-        f"(allowed: {ALLOWED:.0%}; of torch's tracker of memory {OF_TRACKERS:.0%}).\n"
-    )
-    return not misses
+
+
+def _misses(of: Iterable[Verdict]) -> int:
+    return sum(each.missed for each in of)
 
 
 if __name__ == "__main__":
-    with recorders(2) as both:
-        report(both)
+    print(report(Path("race")).text)

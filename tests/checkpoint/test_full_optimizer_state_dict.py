@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import zero3
-from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, plain, train
+from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, plain, reached, train
 from tests.support.models import WORLDS
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
@@ -58,8 +58,8 @@ def test_full_optimizer_state_dict_is_what_torch_gives_for_the_unsharded_model(n
 
     found, *others = on_ranks(world_size, body, optimizer=name)
     assert others == [{}] * (world_size - 1)
-    assert shape_of(found["state"]) == shape_of(expected["state"])
-    assert_close(numbers(found), numbers(expected), 1e-12 if world_size > 1 else 0.0, "state")
+    assert shape_of(reached(found)["state"]) == shape_of(reached(expected)["state"])
+    assert_close(numbers(reached(found)), numbers(reached(expected)), 1e-12 if world_size > 1 else 0.0, "state")
     assert_same(found["param_groups"], expected["param_groups"])
 
 
@@ -67,7 +67,7 @@ def test_full_optimizer_state_dict_is_what_torch_gives_for_the_unsharded_model(n
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_load_full_optimizer_state_dict_takes_a_run_from_plain_torch_to_zero3_and_back(name: str, world_size: int) -> None:
     first = trained(name)
-    model_state, optimizer_state = deepcopy(first[0].state_dict()), reference(*first)
+    model_state, optimizer_state = deepcopy(first[0].state_dict()), reached(reference(*first))
     train(*first, range(3, 7))
     last = plain(name)
 
@@ -75,7 +75,8 @@ def test_load_full_optimizer_state_dict_takes_a_run_from_plain_torch_to_zero3_an
         own = (model_state, optimizer_state) if group.rank == 0 else (None, None)
         zero3.load_full_state_dict(model, own[0])
         zero3.load_full_optimizer_state_dict(model, optimizer, own[1])
-        assert_same(zero3.full_optimizer_state_dict(model, optimizer, rank0_only=False), optimizer_state)
+        loaded = zero3.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+        assert_same(reached(loaded), optimizer_state)
         train(model, optimizer, range(3, 5))
         return zero3.full_state_dict(model), zero3.full_optimizer_state_dict(model, optimizer)
 
@@ -107,7 +108,7 @@ def test_load_full_optimizer_state_dict_keeps_the_options_of_groups() -> None:
         assert [options["lr"] for options in optimizer.param_groups] == [0.5, 0.25]
         return zero3.full_optimizer_state_dict(model, optimizer)
 
-    assert_same(on_ranks(2, body)[0], expected)
+    assert_same(reached(on_ranks(2, body)[0]), expected)
 
 
 def broken(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
@@ -136,7 +137,6 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         r"exp_avg of norm\.bias has \(4,\), expected \(5,\)",
     ),
     "other steps": (lambda d: d["state"]["norm.bias"].update(step=torch.tensor(9.0)), r"norm\.bias.* had different state"),
-    "half of it": (lambda d: d["state"].pop("norm.bias"), r"norm\.bias.* had different state"),
     "other options": (_regroup, r"embed\.weight and blocks\.0\.linear\.weight are in one group here .* had different options"),
     "numbers": (lambda d: d["param_groups"][0].update(params=[0, 1, 2]), r"expected parameters' names"),
     "not a state dict": (lambda d: d.clear(), r"expected a dict with 'state' and 'param_groups'"),

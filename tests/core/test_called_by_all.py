@@ -65,6 +65,7 @@ COLLECTIVE: dict[str, Call] = {
     "load_full_state_dict": lambda life: zero3.load_full_state_dict(life.model, {}),
     "load_pretrained": lambda life: zero3.load_pretrained(life.model, life.path / "none"),
     "materialize": lambda life: zero3.materialize(life.model),
+    "parked": lambda life: life.entered(zero3.parked(life.model, life.optimizer)),
     "param_groups": lambda life: zero3.param_groups(life.model, lambda name, info: {"lr": 0.1}),
     "parameter_norms": lambda life: zero3.parameter_norms(life.model),
     "reduce_gradients": lambda life: zero3.reduce_gradients(life.model),
@@ -76,6 +77,7 @@ COLLECTIVE: dict[str, Call] = {
     "set_forward_order": lambda life: zero3.set_forward_order(life.model, []),
     "set_trainable": lambda life: zero3.set_trainable(life.model, lambda name, info: True),
     "shard": lambda life: zero3.shard(life.spare, [nn.Linear], process_group=life.group),
+    "stream_weights": lambda life: list(zero3.stream_weights(life.model)),
     "step_guard": lambda life: life.entered(zero3.step_guard(life.model)),
 }
 OTHERS = {

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import zero3
 from tests.checkpoint.test_param_groups import apart, by_decay, plain_groups, whole
-from tests.support.checkpoints import assert_same, odd, on_ranks, train
+from tests.support.checkpoints import assert_same, odd, on_ranks, reached, train
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_close, process_group
 
@@ -69,7 +69,7 @@ def test_full_optimizer_state_dict_is_that_of_the_plain_optimizer(options: Any, 
         return found
 
     for found in on_ranks(world_size, body):
-        assert found["state"].keys() == expected["state"].keys()
+        assert reached(found)["state"].keys() == expected["state"].keys()
         for name, state in expected["state"].items():
             assert {key: (v.shape, v.dtype) for key, v in found["state"][name].items()} == {k: (v.shape, v.dtype) for k, v in state.items()}
             assert_close(found["state"][name], state, 1e-12, name)

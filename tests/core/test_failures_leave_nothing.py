@@ -18,7 +18,7 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_at_rest, full_parameters, process_group, sgd
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.comm.streams import HostLane, _HostMark
-from zero3.core.chunk import FullBuffer
+from zero3.core.full_buffer import FullBuffer
 from zero3.core.gradient_buffer import GradientBuffer
 
 X = rows(3)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero3.core import gradient_buffer
 from zero3.core.gradient_buffer import GradientBuffer
 from zero3.core.layout import ChunkLayout, GradientLayout, side_by_side
 
@@ -23,19 +27,30 @@ def layouts(draw: st.DrawFn) -> ChunkLayout:
     return ChunkLayout(side_by_side(named), world_size, (0, *cuts, equal.numel))
 
 
-@given(layout=layouts(), trailer=st.integers(0, 7), came=st.sets(st.integers(0, 5)), second=st.sets(st.integers(0, 5)))
+@given(
+    layout=layouts(), trailer=st.integers(0, 7), came=st.sets(st.integers(0, 5)), second=st.sets(st.integers(0, 5)),
+    few=st.sampled_from([0, 5, 128]), small=st.sampled_from([0, 6, 2**22]),
+)  # fmt: skip
 def test_a_gradient_buffer_has_each_slice_and_behind_it_which_slots_came(
-    layout: ChunkLayout, trailer: int, came: set[int], second: set[int]
+    layout: ChunkLayout, trailer: int, came: set[int], second: set[int], few: int, small: int
 ) -> None:
-    """As many elements behind a slice as `trailer`, whether there are so many slots or not; a second gradient is added."""
-    buffer = GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu"))
+    """As many elements behind a slice as `trailer`, whether there are so many slots or not; a second gradient is added. Gradients are
+    copied together if they are `few`, each if it is `small`.
+    """
+    with patch.object(gradient_buffer, "FEW", few), patch.object(gradient_buffer, "SMALL", small):
+        has_each_slice(layout, trailer, came, second)
+
+
+def has_each_slice(layout: ChunkLayout, trailer: int, came: set[int], second: set[int]) -> None:
+    buffer = GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu"), torch.ones(trailer, dtype=torch.float64))
     expected = torch.zeros(layout.padded_numel, dtype=torch.float64)
     reached = {number for number in came if number < len(layout.slots)}
     for times, numbers in ((1.0, sorted(reached)), (2.0, sorted(reached & second))):
         for number in numbers:
             slot = layout.slots[number]
             gradient = times * torch.arange(1.0, 1 + slot.numel, dtype=torch.float64) + 100 * number
-            buffer.add(number, gradient.view(slot.shape))
+            shaped = gradient.view(slot.shape)
+            buffer.add(number, shaped.mT.contiguous().mT if len(slot.shape) > 1 and number % 2 else shaped)
             expected[slot.offset : slot.stop] += gradient
     full = buffer.complete()
     assert full.numel() == layout.padded_numel + layout.world_size * trailer
@@ -53,7 +68,10 @@ def test_a_gradient_buffer_has_each_slice_and_behind_it_which_slots_came(
 @given(layout=layouts(), came=st.sets(st.integers(0, 5)))
 def test_pieces_of_gradients_are_the_slices_of_the_buffer(layout: ChunkLayout, came: set[int]) -> None:
     trailer = len(layout.slots)
-    one, other = (GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu")) for _ in range(2))
+    one, other = (
+        GradientBuffer(GradientLayout(layout, trailer), torch.float64, torch.device("cpu"), torch.ones(trailer, dtype=torch.float64))
+        for _ in range(2)
+    )
     for number in sorted(came):
         if number < trailer:
             slot = layout.slots[number]
@@ -62,3 +80,18 @@ def test_pieces_of_gradients_are_the_slices_of_the_buffer(layout: ChunkLayout, c
     pieces = one.pieces()
     assert pieces is not None
     assert torch.equal(torch.cat([piece for each in pieces for piece in each]), other.complete())
+
+
+def test_small_gradients_and_all_trailers_are_one_copy() -> None:
+    """Also those that lie in several slices. What raises there is lost by nobody."""
+    layout = ChunkLayout.build([("large", (40, 3)), ("b", (16,)), ("c", (5,))], 4)
+    buffer = GradientBuffer(GradientLayout(layout, 3), torch.float32, torch.device("cpu"), torch.ones(3))
+    for number, slot in enumerate(layout.slots):
+        buffer.add(number, torch.randn(slot.shape))
+    with patch.object(gradient_buffer, "copy_together", side_effect=MemoryError), pytest.raises(MemoryError):
+        buffer.complete()
+    assert len(buffer.came) == 3 and not buffer.written
+    with patch.object(gradient_buffer, "copy_together", wraps=gradient_buffer.copy_together) as copies:
+        full = buffer.complete()
+    assert copies.call_count == 1 and buffer.written == {0, 1, 2}
+    assert all(torch.equal(rank[-3:], torch.ones(3)) for rank in full.view(4, -1))

@@ -104,9 +104,9 @@ def test_the_peak_of_construction(world_size: int, rank: int) -> None:
         assert live.now == sum(GIVEN)
         for number in LAYERS:
             padding = formula.F[number] - GIVEN[number] if rank == 0 else 0
-            done = sum(formula.S[:number]) + number * BYTES
+            done = sum(formula.S[:number]) + sum(formula.apart[:number])
             peak = live.peak_of(lambda: layers.append(wrap(blocks[number], world_size, rank)))  # noqa: B023
-            assert peak == sum(GIVEN[number:]) + done + formula.S[number] + padding + BYTES
+            assert peak == sum(GIVEN[number:]) + done + formula.S[number] + padding + formula.apart[number]
         assert live.now == formula.chunks
 
 
@@ -118,7 +118,7 @@ def test_layers_given_on_the_meta_device_never_take_more_than_their_chunks() -> 
             with torch.device("meta"):
                 block = Block(number, lambda name: None)
             peak = live.peak_of(lambda: layers.append(wrap(block, 2)))  # noqa: B023
-            assert peak == sum(formula.S[: number + 1]) + (number + 1) * BYTES
+            assert peak == sum(formula.S[: number + 1]) + sum(formula.apart[: number + 1])
         assert live.now == formula.chunks
 
 
@@ -186,7 +186,7 @@ def test_an_outer_layer_is_full_from_its_forward_to_the_end_of_backward() -> Non
         at: Point = lambda name: points.update({name: live.now})  # noqa: E731
         model = wrap(Outer([wrap(Block(number, at), 2) for number in LAYERS]), 2)
         own = WIDTHS[0] * WIDTHS[0] * BYTES
-        held = formula.chunks + own // 2 + BYTES
+        held = formula.chunks + own // 2 + 2 * BYTES
         for accumulating in (False, True):
             output = model(torch.empty(0, WIDTHS[0]))
             assert live.now == held + own + formula.between() + (sum(formula.G) + own // 2 + BYTES if accumulating else 0)
@@ -248,7 +248,7 @@ def test_an_output_that_shows_a_parameter_keeps_one_buffer_until_it_is_gone() ->
 
     with LiveBytes() as live:
         model = wrap(Shows(), 2)
-        chunk = 32 * BYTES + BYTES
+        chunk = 32 * BYTES + 2 * BYTES
         with torch.no_grad():
             shown = model()
         assert live.now == chunk + 64 * BYTES

@@ -28,9 +28,10 @@ def test_no_sync_replicas_only_reduces_in_each_replica_and_sums_once(replicas: i
                 with zero3.no_sync(model, replicas_only=True) if number < 2 else nullcontext():
                     loss_of(model, mesh, number).backward()
                 assert count(mesh, "all_reduce_later") - summed == (chunks if number == 2 else 0)
-                held = [account.partial for state in states_of(model) for account in state.gradients.accounts.values()]
-                kept = [None if each is None else each.numel() for each in held]
-                assert kept == ([None] * chunks if number == 2 else [chunk.numel() for chunk in zero3.get_trainable_chunk(model)])
+                accounts = [account for state in states_of(model) for account in state.gradients.accounts.values()]
+                kept = [None if each.partial is None else each.partial.numel() for each in accounts]
+                chunks_and_trailers = [each.chunk.shard.numel() + len(each.chunk.layout.slots) for each in accounts]
+                assert kept == ([None] * chunks if number == 2 else chunks_and_trailers)
             if shards > 1:
                 assert count(mesh, "reduce_scatter") - scattered == 3 * chunks
             check(model, mesh, wanted)

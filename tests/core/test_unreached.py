@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,178 +14,34 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.ranks import ThreadCommunicator, ThreadPartsCommunicator, run_mesh, run_ranks
+from tests.support.ranks import ThreadCommunicator, ThreadPartsCommunicator, run_ranks
 from tests.support.reference import assert_close
+from tests.support.unreached import (
+    POLICIES,
+    STEPS,
+    Block,
+    Make,
+    Plain,
+    Use,
+    adamw,
+    alone,
+    apart,
+    by_name,
+    changing,
+    chunks_of,
+    compare,
+    guarded,
+    in_replicas,
+    kept,
+    loss_of,
+    net,
+    seldom,
+    sgd,
+    train,
+    whole,
+)
 from zero3 import Int8, ShardingPolicy
 from zero3.core.reached import Reached
-
-WIDTH, STEPS = 4, 4
-Use = Callable[[int, int, int, int], set[str]]  # block, step, rank and number of ranks -> what of the block computes
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH + 1)
-        self.use: set[str] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + torch.tanh(self.a(x)) if "a" in self.use else x * 1
-        return y + torch.tanh(self.b(x))[..., :WIDTH] if "b" in self.use else y
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.tell: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net().double()
-
-
-def seldom(block: int, step: int, rank: int, ranks: int) -> set[str]:
-    """Chunks can follow it: a chunk's parameters are reached in the same steps, or never."""
-    if block == 0:
-        return {"a"}  # b: never, on any rank
-    if block == 1:
-        return {"a", "b"} if step % 2 else set()
-    return {"a", "b"} if rank == ranks - 1 or block == 3 else {"a"}  # b of block 2: the last rank alone
-
-
-def changing(block: int, step: int, rank: int, ranks: int) -> set[str]:
-    """b of the last block in some steps only: that is a count of steps of its own."""
-    return {"a", "b"} if block == 3 and step in (1, 3) else {"a"} if block == 3 else seldom(block, step, rank, ranks)
-
-
-def batch(step: int, micro: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.3)
-
-
-Make = Callable[[Any], torch.optim.Optimizer]
-
-
-def loss_of(model: Any, modules: list[Any], use: Use, place: tuple[int, int, int, int]) -> Tensor:
-    step, micro, rank, ranks = place
-    for number, block in enumerate(modules):
-        block.use = use(number, step, rank, ranks)
-    loss: Tensor = model(batch(step, micro, rank)).pow(2).sum()
-    return loss
-
-
-class Plain:
-    """All ranks in one process. `nothing`: the names without a gradient before each step."""
-
-    def __init__(self, ranks: int, use: Use, make: Make, micros: int = 1) -> None:
-        self.model, self.nothing, self.norms = net(), [], []
-        self.optimizer = make(self.model.parameters())
-        for step in range(STEPS):
-            for micro in range(micros):
-                for rank in range(ranks):
-                    (loss_of(self.model, list(self.model.blocks), use, (step, micro, rank, ranks)) / ranks).backward()
-            self.nothing.append({name for name, p in self.model.named_parameters() if p.grad is None})
-            self.norms.append({name: p.grad.norm() for name, p in self.model.named_parameters() if p.grad is not None})
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-
-def chunks_of(model: Any) -> Any:
-    return zero3.get_trainable_chunk(model)
-
-
-def apart(model: Any) -> Any:
-    return zero3.param_groups(model, lambda name, info: {"align": 2})
-
-
-def by_name(model: Any) -> Any:
-    return zero3.param_groups(model, lambda name, info: {"name": name})
-
-
-def whole(model: Any) -> Any:
-    return zero3.param_groups(model, lambda name, info: {"whole": True})
-
-
-def train(group: Any, model: Any, use: Use, given: tuple[Any, Make], micros: int, around: Any) -> tuple[list[set[str]], Any, Any]:
-    """Returns the names without a gradient before each step, the model and the optimizer."""
-    modules = list(model.blocks)
-    zero3.shard(model, Block, process_group=group[0], policy=group[1])
-    optimizer = given[1](given[0](model))
-    nothing = []
-    names = {name for name, _ in net().named_parameters()}
-    for step in range(STEPS):
-        for micro in range(micros):
-            with around(model, micro == micros - 1):
-                loss_of(model, modules, use, (step, micro, group[2], group[3])).backward()
-        norms = zero3.parameter_norms(model)
-        nothing.append(names - zero3.named_gradients(model).keys())
-        assert all(not norms[name] for name in nothing[-1]) and norms.keys() == names
-        with zero3.full_gradients(model) as gradients:
-            assert names - gradients.keys() == nothing[-1]
-        optimizer.step()
-        optimizer.zero_grad()
-    return nothing, model, optimizer
-
-
-def alone(model: Any, last: bool) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
-def kept(model: Any, last: bool) -> AbstractContextManager[Any]:
-    return nullcontext() if last else zero3.no_sync(model)
-
-
-def in_replicas(model: Any, last: bool) -> AbstractContextManager[Any]:
-    return nullcontext() if last else zero3.no_sync(model, replicas_only=True)
-
-
-def guarded(model: Any, last: bool) -> AbstractContextManager[Any]:
-    return zero3.step_guard(model)
-
-
-def compare(
-    world: tuple[int, int],
-    policy: ShardingPolicy,
-    use: Use,
-    given: tuple[Any, Make],
-    micros: int = 1,
-    around: Any = alone,
-    kind: Any = None,
-) -> None:
-    replicas, shards = world
-    ranks = max(1, replicas) * shards
-    plain = Plain(ranks, use, given[1], micros)
-    models = [net() for _ in range(ranks)]
-
-    def body(group: Any) -> Any:
-        nothing, model, _ = train((group, policy, group.rank, ranks), models[group.rank], use, given, micros, around)
-        return nothing, zero3.full_state_dict(model, rank0_only=False)
-
-    found = run_mesh(replicas, shards, body, kind=kind) if replicas else run_ranks(shards, body, kind=kind)
-    for nothing, values in found:
-        assert nothing == plain.nothing
-        assert_close(values, plain.model.state_dict(), 1e-9, "parameters")
-
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "stage 3": {}, "stage 2": {"stage": 2}, "stage 1": {"stage": 1}, "transactional": {"transactional": True}, "dynamic": {"dynamic": True},
-    "no prefetch": {"prefetch_depth": 0}, "reduce_format": {"reduce_format": Int8(block_size=1)}, "sum": {},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [ThreadCommunicator, ThreadPartsCommunicator], ids=["buffers", "pieces"])
@@ -217,8 +71,8 @@ def test_unreached_parameters_on_a_mesh_with_micro_batches(around: Any, policy: 
     compare((2, 2), ShardingPolicy(**policy), seldom, (chunks_of, adamw), 2, around)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_unreached_parameters_in_files(tmp_path: Path, in_backward: bool) -> None:
+@pytest.mark.parametrize(("in_backward", "scheduled"), [(False, False), (False, True), (True, True)])
+def test_unreached_parameters_in_files(tmp_path: Path, in_backward: bool, scheduled: bool) -> None:
     """A chunk whose gradient comes to nothing is not stepped inside of backward either."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
@@ -231,6 +85,9 @@ def test_unreached_parameters_in_files(tmp_path: Path, in_backward: bool) -> Non
         model, modules = models[group.rank], list(models[group.rank].blocks)
         zero3.shard(model, Block, process_group=group, policy=ShardingPolicy(offload=tmp_path))
         optimizer = make(zero3.get_trainable_chunk(model))
+        if scheduled:  # it wraps the step, which still leaves things alone itself
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+            assert vars(optimizer)["step"].zero3_leaves_alone
         for step in range(STEPS):
             loss_of(model, modules, seldom, (step, 0, group.rank, 2)).backward()
             optimizer.step()
@@ -434,7 +291,7 @@ def test_state_of_unreached_parameters_is_saved_and_loaded(tmp_path: Path) -> No
         assert_close(values, plain.model.state_dict(), 1e-9, "after a step")
 
 
-@pytest.mark.parametrize("make", [sgd, lambda given: torch.optim.Rprop(given, lr=0.01)], ids=["SGD", "Rprop"])
+@pytest.mark.parametrize("make", [sgd, lambda given: torch.optim.Rprop(given, lr=0.01), lambda given: Averaging(given)], ids=str)
 def test_chunks_take_the_state_of_plain_torch_where_a_parameter_has_none(make: Make) -> None:
     never: Use = lambda block, step, rank, ranks: {"a"}  # noqa: E731
     plain = Plain(2, never, make)
@@ -482,7 +339,11 @@ class Averaging(torch.optim.Optimizer):
                     p.copy_(mean)
 
 
-@pytest.mark.parametrize("make", [Averaging, lambda given: torch.optim.Rprop(given, lr=0.01)], ids=["an average", "Rprop"])
+def strongly(given: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(given, lr=0.05, momentum=0.9, weight_decay=0.6)  # momentum is nearer to the values than to 0
+
+
+@pytest.mark.parametrize("make", [Averaging, strongly, lambda given: torch.optim.Rprop(given, lr=0.01)], ids=["an average", "SGD", "Rprop"])
 def test_state_that_a_step_makes_for_unreached_elements_is_as_an_optimizer_begins(make: Make) -> None:
     use: Use = lambda block, step, rank, ranks: {"a", "b"} if step > 1 else {"a"}  # noqa: E731
     compare((0, 2), ShardingPolicy(), use, (chunks_of, make))

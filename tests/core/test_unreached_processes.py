@@ -10,9 +10,9 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
-from tests.core.test_unreached import Plain, adamw, alone, apart, changing, chunks_of, kept, net, seldom, sgd, train
 from tests.support.processes import Rank, on_ranks
 from tests.support.reference import assert_close
+from tests.support.unreached import Plain, adamw, alone, apart, changing, chunks_of, kept, net, seldom, sgd, train
 from zero3 import ShardingPolicy
 from zero3.comm.shared_memory.neighbours import SWITCH
 

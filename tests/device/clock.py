@@ -114,7 +114,7 @@ class Link:
                 left -= start - at
             at = end
         first = at if first is None else first
-        self._taken = _joined([*self._taken[-64:], (first, at + left)])
+        self._taken = _joined([*self._taken, (first, at + left)])
         return first, at + left
 
 
@@ -139,7 +139,7 @@ class Clocks:
         self._streams: defaultdict[int, float] = defaultdict(float)  # when each has done what it was asked so far
         self._busy: defaultdict[int, float] = defaultdict(float)  # when its last kernel ends
         self._events: dict[int, float] = {}
-        self._link, self._communicators = Link(), defaultdict[int, float](float)
+        self._links, self._communicators = {True: Link(), False: Link()}, defaultdict[int, float](float)
         self._processor: float | None = None
         self._lasting: dict[tuple[float, float, float, int], float] = {}
         self._step, self._began, self._host_began = Step(), 0.0, 0.0
@@ -207,11 +207,10 @@ class Clocks:
         self._span("compute" if stream == 0 else "side", begin, begin + lasts, entry.name, stream)
 
     def _stands_still(self, until: float) -> None:
-        """The compute stream has had nothing to do: what it waited for other streams is exposed, the rest is the host's."""
-        ready = max(self._streams[0], self._began)
-        self._step.exposed += max(0.0, ready - max(self._busy[0], self._began))
-        self._step.starved += max(0.0, min(until, self.host) - ready)
-        self._step.exposed += max(0.0, until - max(ready, self.host))
+        """The compute stream has had nothing to do: the host's is what it was free for and had not been told, all else is exposed."""
+        starved = max(0.0, min(until, self.host) - max(self._streams[0], self._began))
+        self._step.starved += starved
+        self._step.exposed += max(0.0, until - max(self._busy[0], self._began)) - starved
 
     def _host_works(self, seconds: float, name: str) -> None:
         if seconds and self._keeps:
@@ -234,7 +233,8 @@ class Clocks:
         nbytes = received(entry.name, entry.nbytes, entry.kernels)
         step.moved[entry.name] += int(nbytes)
         ready = max(self.host, self._streams[stream], self._communicators[entry.id])
-        begin, end = self._link.take(ready, self._cluster.moving(int(nbytes), entry.kernels))
+        link = self._links[entry.kernels <= self._cluster.ranks_per_node]  # NVLink, or that between nodes
+        begin, end = link.take(ready, self._cluster.moving(int(nbytes), entry.kernels))
         if stream == 0:  # compute waits for it
             self._stands_still(begin)
             step.exposed += end - begin

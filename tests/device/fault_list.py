@@ -325,4 +325,12 @@ FAULTS = [
         "        if later:\n            self._made = ",
         "        if not later:\n            self._made = ",
     ),
+    Fault(
+        "tokens travel beside compute",
+        "experts/at_home.py",
+        "        self._among.all_to_all(into.view(-1), flat.view(-1), bounds, places).wait()\n",
+        "        with torch.Stream(flat.device):\n"
+        "            self._among.all_to_all(into.view(-1), flat.view(-1), bounds, places).wait()\n",
+        "experts_at_home",
+    ),
 ]

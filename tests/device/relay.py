@@ -143,12 +143,14 @@ def _end(config: pytest.Config) -> None:
         del config.stash[_KEY]
 
 
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if not wants_device(item):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
+    # An item that ran here has left open what it shares with this one, such as the folder.
+    item.session._setupstate.teardown_exact(nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.device.clock import PCIE, Clocks, Entry, Host, Link, Step
-from zero3.planning.cluster import LINK, PRODUCT, START, STREAM, Cluster
+from zero3.planning.absent import Awaited, Issued
+from zero3.planning.cluster import LINK, PRODUCT, START, STREAM, Cluster, replay
+from zero3.planning.work import Work
 
 pytestmark = pytest.mark.no_device
 
@@ -157,3 +161,50 @@ def test_no_step_is_shorter_than_its_computation_or_its_host(log: list[Entry], l
         [BEGIN, *log, *(e for stream in (1, 2) for e in (recorded(9, stream), awaits(9))), END]
     )[0]
     assert again == step
+
+
+def test_a_group_inside_a_node_leaves_the_link_between_nodes_alone() -> None:
+    nodes = Cluster(flops=1e12, memory_bandwidth=1e9, link=1e9 / LINK, latency=1e-12, ranks_per_node=2, node_link=1e9 / LINK)
+    near, far = gather(4, group=1), gather(3, stream=2, group=2)._replace(kernels=4, nbytes=3 * MB * 4 / 3)
+    log = [BEGIN, near, far, recorded(1, 1), recorded(2, 2), awaits(1), awaits(2), END]
+    both = Clocks(nodes).replay(log)[0].seconds
+    assert both == pytest.approx(max(4 * MS, Clocks(nodes).replay([each for each in log if each is not near])[0].seconds))
+
+
+def test_a_link_forgets_nothing_that_is_still_to_come() -> None:
+    """However many transfers stand behind it."""
+    link = Link()
+    for number in range(200):
+        link.take(10.0 + 2 * number, 1.0)
+    assert link.take(9.5, 1.0) == (9.5, 11.5)
+
+
+parts = st.lists(
+    st.one_of(
+        st.builds(lambda ms: Work(0, int(ms * MB), 0, 1), st.floats(0.1, 9)),
+        st.tuples(st.sampled_from(["fetch", "backup"]), st.integers(1, 9 * 10**6)),
+        st.integers(0, 9),  # waits for the transfer that is so many back
+    ),
+    max_size=30,
+)
+
+
+@given(parts)
+def test_a_plans_replay_is_the_clocks(drawn: list[Any]) -> None:
+    """Of a step that both can tell: two lanes on one communicator. The same seconds."""
+    events: list[Any] = []
+    log, number = [BEGIN], 0
+    for part in drawn:
+        if isinstance(part, Work):
+            events.append(part)
+            log.append(Entry("k", "kernel", 0, flops=part.flops, nbytes=part.nbytes))
+        elif isinstance(part, tuple):
+            number, stream = number + 1, 1 + (part[0] == "backup")
+            events.append(Issued(number, part[0], part[1]))
+            log += [recorded(1000 + number, 0), awaits(1000 + number, stream)]
+            log += [Entry("c", "all_gather", stream, 1, nbytes=2 * part[1], kernels=2), recorded(number, stream)]
+        elif number > part:
+            events.append(Awaited(number - part))
+            log.append(awaits(number - part))
+    log += [entry for stream in (1, 2) for entry in (recorded(-stream, stream), awaits(-stream))]
+    assert replay(events, MACHINE, 2) == pytest.approx(Clocks(MACHINE).replay([*log, END])[0].seconds, abs=1e-12)

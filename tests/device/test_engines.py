@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,46 +17,68 @@ from tests.support.models import ONE_GENERATOR
 WIDE = 256
 
 
-def trained(me: Me, **policy: Any) -> tuple[Any, torch.optim.Optimizer]:
+def trained(me: Me, how: str = "", **policy: Any) -> tuple[Any, torch.optim.Optimizer]:
     with ONE_GENERATOR:
         torch.manual_seed(0)
         blocks = nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(4)])
+    for block in blocks[:2] if how == "frozen" else ():
+        block.requires_grad_(False)
     model = zero3.shard(blocks, [*blocks], device=me.device, policy=zero3.ShardingPolicy(**policy))
     optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.01)
     for step in range(2):
-        model(me.tensor(step, 4, WIDE)).pow(2).mean().backward()
+        with zero3.no_sync(model) if step and how == "no_sync" else nullcontext():
+            model(me.tensor(step, 4, WIDE)).pow(2).mean().backward()
         if not step:
             optimizer.step()
             optimizer.zero_grad()
     return model, optimizer
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+PARKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stage 3": ("", {}),
+    "stage 2": ("", {"stage": 2}),
+    "stage 1": ("", {"stage": 1}),
+    "no_sync": ("no_sync", {}),
+    "resident_bytes": ("frozen", {"resident_bytes": 10**6}),
+    "offload": ("", {"offload": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("name", PARKED)
 @pytest.mark.parametrize("to", ["cpu", "files"])
-def test_parked_leaves_one_percent_of_the_bytes_on_the_device(to: str, stage: int) -> None:
+def test_parked_leaves_one_percent_of_the_bytes_on_the_device(to: str, name: str) -> None:
+    how, policy = PARKED[name]
     from tests.device import simulated
 
     simulated.schedule("random", 1)
     nothing = [torch.cuda.memory_allocated(rank) for rank in range(2)]
 
     def body(me: Me) -> list[Any]:
-        model, optimizer = trained(me, stage=stage)
+        model, optimizer = trained(me, how, **policy)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(me.device) - nothing[me.rank]
         with zero3.parked(model, optimizer, to=to if to == "cpu" else me.directory):
             inside = torch.cuda.memory_allocated(me.device) - nothing[me.rank]
         after = torch.cuda.memory_allocated(me.device) - nothing[me.rank]
+        if how == "no_sync":
+            model(me.tensor(2, 4, WIDE)).pow(2).mean().backward()
         optimizer.step()
         return [before, inside, after, on_host([p.detach() for p in model.parameters()])]
 
     def plain(me: Me) -> list[torch.Tensor]:
-        model, optimizer = trained(me, stage=stage)
+        model, optimizer = trained(me, how, **policy)
+        if how == "no_sync":
+            model(me.tensor(2, 4, WIDE)).pow(2).mean().backward()
         optimizer.step()
         return on_host([p.detach() for p in model.parameters()])
 
+    whole = 4 * WIDE * (WIDE + 1) * 4 / 2  # a rank's chunks
     parked = run(2, body)
     for (before, inside, after, values), expected in zip(parked, run(2, plain), strict=True):
-        assert before > 4 * WIDE * WIDE * 4 * 2 and inside * 100 <= before
+        if name == "offload":  # nothing of the model was there: what stays is a batch's
+            assert before * 100 <= whole
+        else:
+            assert before > 10**6 and inside * 100 <= before
         assert after <= before
         assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.device.scenarios import SCENARIOS
 from tests.device.test_parity import assert_same, in_order
-from tests.device.training import Block, Me, Stack, built, in_sequence, loss_of, scratch, sgd, sharded, train
+from tests.device.training import WIDTH, Block, Me, Stack, built, in_sequence, loss_of, scratch, sgd, sharded, train
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +49,58 @@ def test_device_argument_alone_says_where_the_model_computes(policy: str, name: 
     simulated.schedule(policy, 1, progress=0.2)
     found = run(2, lambda me: on_host(list(SCENARIOS[name](me))), device_of=lambda rank: rank + 2, set_device=False)
     assert_same(found, expected)
+
+
+class Recomputed(nn.Module):
+    """Layers in layers, called inside of checkpoints: a recomputation calls them with tensors of the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Outer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x.view(x.shape)).tanh())
+
+
+@pytest.mark.parametrize("ranks", [(), (0,), (1,), (0, 1)])
+def test_ranks_may_have_made_other_numbers_of_graph_nodes(ranks: tuple[int, ...]) -> None:
+    """A device has a thread of its own for backward, and a thread numbers its nodes alone: no number is compared with another thread's."""
+    from tests.device import simulated
+    from zero3.core.backward import Backward
+
+    simulated.schedule(eager=True)
+    entered: dict[int, list[str]] = {0: [], 1: []}
+
+    def step(me: Me) -> None:
+        one = torch.ones((), requires_grad=True)
+        made = [one * 1 for _ in range(3000)] if me.rank in ranks else []
+        model = zero3.shard(built(Recomputed), [Outer, Block], device=me.device)
+        for number in range(2):
+            (loss_of(model, me, number) + loss_of(model, me, 5)).backward()
+            model.zero_grad()
+        del made
+
+    real = Backward._before
+
+    def noted(backward: Any, trace: Any, call: Any) -> None:
+        entered[torch.accelerator.current_device_index()].append(call.layer.label)
+        real(backward, trace, call)
+
+    with patch.object(Backward, "_before", noted):
+        run(2, step)
+    assert entered[0] == entered[1]
+    assert set(Counter(entered[0]).values()) == {4}  # two steps of two forwards
 
 
 def test_a_layer_around_layers_computes_where_they_do() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
-from tests.core.test_unreached import STEPS, Block, Plain, Use, adamw, batch, net, seldom
 from tests.support.reference import assert_close
+from tests.support.unreached import STEPS, Block, Plain, Use, adamw, batch, net, seldom
 from zero3 import Int8, ShardingPolicy
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import errors
+
 ROOT = Path(__file__).parents[2]
 QUOTES = [" ".join(quote.split()) for quote in re.findall(r"^```text\n(.*?)^```$", (ROOT / "docs/faq.md").read_text(), re.M | re.S)]
 CAUSES = ("ValueError", "TypeError", "RuntimeError", "NotReducedError", "OSError", "refuse", "_of_transfer", "warning")
@@ -62,3 +64,8 @@ def test_a_message_that_nobody_raises_is_seen() -> None:
     quote = QUOTES[0].replace("before wrapping layers", "after lunch")
     assert not [pattern for pattern, letters in PATTERNS if letters >= 20 and pattern.fullmatch(quote)]
     assert len(QUOTES) > 30
+
+
+def test_every_error_stands_on_the_page() -> None:
+    """`python -m tests.support.errors --write` puts it there."""
+    assert (ROOT / "docs/faq.md").read_text().endswith("\n\n" + errors.section())

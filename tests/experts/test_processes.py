@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
-from tests.support.experts import Training
+from tests.support.experts import Training, made
 from tests.support.processes import Rank, on_ranks
 
 
@@ -32,7 +32,6 @@ def prepared(checkpoints: str) -> Any:
 
 def train(rank: Rank, names: tuple[str, ...], shape: tuple[int, ...], checkpoints: str, policy: dict[str, Any]) -> list[int]:
     mesh = mesh_of(names, *shape) if names else None
-    policy = {**policy, "offload": rank.scratch} if policy.get("offload") == "DIR" else policy
     training = Training(Group(rank, mesh), zero3.ShardingPolicy(expert_parallel=True, **policy), prepare=prepared(checkpoints))
     training.train(2, micros=2, keeps=True).train(2, first=2).check()
     zero3.save_checkpoint(rank.scratch / "checkpoint", training.model, training.optimizer)
@@ -51,3 +50,14 @@ def test_meshes_train_as_one_process(names: tuple[str, ...], shape: tuple[int, .
     for each in shape:
         ranks *= each
     on_ranks(ranks, train, names, shape, checkpoints, {})
+
+
+def refused_without_the_policy(rank: Rank) -> None:
+    mesh = mesh_of(DEALT, 1, 2)
+    for build in (zero3.Zero3Layer, zero3.shard):
+        with pytest.raises(ValueError, match=r'"ep".*expert_parallel=True'):
+            build(made(), process_group=mesh)
+
+
+def test_a_mesh_for_experts_without_the_policy_is_refused() -> None:
+    on_ranks(2, refused_without_the_policy)

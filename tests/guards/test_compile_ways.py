@@ -85,6 +85,7 @@ def test_compile_in_all_ways_trains_as_eager(way: str) -> None:
     assert all(graphs > 0 for _, graphs in results), "something was compiled"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks, whoever's tensor it is
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("fullgraph", [False, True])

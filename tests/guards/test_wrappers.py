@@ -121,7 +121,9 @@ def refused_everywhere(rank: Rank, kind: str) -> list[str]:
     return accepted
 
 
-@pytest.mark.parametrize("kind", ["shard", "Zero3Sequential", "layers in a plain module"])
+@pytest.mark.parametrize(
+    "kind", ["shard", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Zero3Sequential", "layers in a plain module"))]
+)
 def test_ddp_fsdp_and_their_like_are_refused_before_anything_changes(kind: str) -> None:
     assert on_ranks(2, refused_everywhere, kind) == [[], []]
 

@@ -171,7 +171,7 @@ def test_stream_weights_gathers_each_chunk_once_unless_it_is_there(policy: dict[
             before, logged = len(group.log), states[0].log.count
             found = taken(zero3.stream_weights(model))
             kinds = [each.kind for each in group.log[before:]]
-            assert kinds == ["exchange"] + ["all_gather"] * (len(chunks) if stale else len(chunks) - len(there))
+            assert kinds == ["exchange"] + ["all_gather"] * (len(chunks) - len(there) + stale)
             assert states[0].log.count == logged, "no other replica makes these gathers"
             expected = zero3.full_state_dict(model, rank0_only=False)
             assert_same_bits(found, dict(sorted(expected.items())))
@@ -188,7 +188,7 @@ def test_stream_weights_gathers_each_chunk_once_unless_it_is_there(policy: dict[
 def test_stream_weights_holds_two_layers_and_what_it_yields(depth: int, max_bytes: Any, dtype: Any) -> None:
     model = zero3.shard(stack(5), process_group=LonelyCommunicator(3), policy=ShardingPolicy(prefetch_depth=depth))
     layers = max(state.full_nbytes() for state in states_of(model))
-    tensors = walk_of(model, dtype, False, False).outputs
+    tensors = walk_of(model, dtype, []).outputs
     with LiveBytes() as live:
         live.left_out = {chunk.shard.untyped_storage().data_ptr() for state in states_of(model) for chunk in state.chunks}
 
@@ -204,7 +204,7 @@ def test_stream_weights_holds_two_layers_and_what_it_yields(depth: int, max_byte
 
 def test_stream_weights_in_buckets_of_at_most_max_bytes() -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
-        largest = max(o.nbytes for o in walk_of(model, None, False, False).outputs)
+        largest = max(o.nbytes for o in walk_of(model, None, []).outputs)
         single = list(taken(zero3.stream_weights(model)))
         for max_bytes in (1, 200, largest, 10**9):
             names, sizes = [], []

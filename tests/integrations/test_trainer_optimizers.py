@@ -28,6 +28,7 @@ def same_losses_in_files(rank: Rank) -> None:
         assert in_files([value for kept in state for value in kept.values() if value.ndim])
 
 
+@pytest.mark.slow
 def test_offload_gives_the_same_losses() -> None:
     on_ranks(2, same_losses_in_files)
 
@@ -88,6 +89,7 @@ def made_by_a_factory(rank: Rank, ours: bool) -> Any:
         return losses
 
 
+@pytest.mark.slow
 def test_a_factory_is_called_with_the_sharded_model() -> None:
     expected, found = on_ranks(2, made_by_a_factory, False, debug="OFF")[0], on_ranks(2, made_by_a_factory, True)[0]
     assert len(expected) == 5 and np.allclose(found, expected, rtol=1e-3)
@@ -167,6 +169,7 @@ def in_whole_parameters(rank: Rank, ours: bool, how: str) -> Any:
         return logged(trainer, "loss", "grad_norm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["made", "given", "accelerate", "a list for accelerate"])
 def test_an_optimizer_gets_whole_parameters_where_it_needs_them(how: str) -> None:
     """Also if what it does is decided by an argument that is in no group."""

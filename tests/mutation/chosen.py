@@ -185,14 +185,14 @@ FAULTS = [
     ),
     Fault(
         "full buffers are never given back",
-        "core/chunk.py",
-        "free(self) -> None:\n        self._storage.resize_(0)",
-        "free(self) -> None:\n        pass",
+        "core/full_buffer.py",
+        "free(self) -> None:\n        self.filled = False\n        self._storage.resize_(0)",
+        "free(self) -> None:\n        self.filled = False",
         "core/memory",
     ),
     Fault(
         "what is parked stays on the device",
-        "core/chunk.py",
+        "core/full_buffer.py",
         "give_back(self) -> None:\n        self._storage.resize_(0)",
         "give_back(self) -> None:\n        pass",
         "offload/parked",
@@ -285,8 +285,8 @@ FAULTS = [
     Fault(
         "a layer given back while it is filled",
         "core/chunk.py",
-        "        self.finish_fetch()\n        self.full.filled = False",
-        "        self.full.filled = False",
+        "    def release(self) -> None:\n        self.finish_fetch()\n",
+        "    def release(self) -> None:\n",
         "core/ordering_fuzz",
     ),
 ]

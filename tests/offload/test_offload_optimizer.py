@@ -37,6 +37,30 @@ def test_same_bits_as_without(world_size: int, name: str, how: str, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("policy", [{}, {"stage": 2}, {"transactional": True}, {"prefetch_depth": 0}], ids=str)
+def test_two_forwards_of_one_backward_are_one_step(policy: dict[str, Any]) -> None:
+    """torch hands over the sum of both gradients, in the backward of the first forward."""
+
+    def run(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for number in range(3):
+            xs = [torch.full((2, WIDTH), 0.1 * number + other, dtype=torch.float64) for other in (1, 2)]
+            (model(xs[0]).pow(2).mean() + model(xs[1]).pow(2).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def sharded(group: ThreadCommunicator) -> list[Tensor]:
+        model = wrapped(group, None, mlp(), **policy)
+        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1, momentum=0.5)
+        run(model, zero3.offload_optimizer(optimizer, in_backward=True))
+        with zero3.full_params(model):
+            return [p.detach().clone() for p in model.parameters()]
+
+    plain = mlp()
+    run(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5))
+    for found in run_ranks(2, sharded):
+        assert all(torch.allclose(mine, theirs, rtol=1e-12) for mine, theirs in zip(found, plain.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     "policy",
     [

@@ -22,6 +22,7 @@ from tests.support.stacks import loss_of, stack
 from zero3 import ShardingPolicy
 from zero3.access import states_of
 from zero3.core.autograd import as_plain_tensors
+from zero3.core.full_buffer import MovableMemory
 from zero3.core.layer_state import accounts_of
 
 
@@ -119,6 +120,8 @@ INSIDE: dict[str, Callable[[Any, Any, Path], object]] = {
     "named_gradients": lambda model, optimizer, path: zero3.named_gradients(model),
     "fetch": lambda model, optimizer, path: zero3.fetch(model),
     "reset": lambda model, optimizer, path: zero3.reset(model),
+    "the optimizer's state_dict": lambda model, optimizer, path: optimizer.state_dict(),
+    "the optimizer's load_state_dict": lambda model, optimizer, path: optimizer.load_state_dict({"state": {}, "param_groups": []}),
 }
 
 
@@ -225,6 +228,50 @@ def test_after_an_exception_inside_parked_all_is_back_and_the_others_leave_norma
         loss_of(model, Turn(group.rank, 0, 2)).backward()
 
     on_two(stack, body)
+
+
+@pytest.mark.parametrize("many", [True, False], ids=["two ranks", "one rank"])
+def test_memory_that_is_short_at_the_end_of_parked_loses_nothing(many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks stay parked, and leave again when there is room."""
+    world_size, take = 1 + many, MovableMemory.take
+    models, taken, short = [stack() for _ in range(world_size)], [0], [True]
+    last = world_size - 1
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=process_group(group))
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1)
+        loss_of(model, Turn(group.rank, 0, 2)).backward()
+        optimizer.step()
+        before = [t.clone() for t in (*(p.detach() for p in model.parameters()), *(p.grad.as_subclass(Tensor) for p in model.parameters()))]
+        mine = {MovableMemory(chunk.shard).bytes.untyped_storage()._cdata for state in states_of(model) for chunk in state.chunks}
+
+        def scarce(memory: MovableMemory) -> None:
+            if group.rank == last and short[0] and memory.bytes.untyped_storage()._cdata in mine:
+                taken[0] += 1
+                if taken[0] == 2:
+                    raise MemoryError("no room")
+            take(memory)
+
+        if group.rank == last:
+            monkeypatch.setattr(MovableMemory, "take", scarce)
+        context = zero3.parked(model, optimizer, to=tmp_path)
+        context.__enter__()
+        with pytest.raises(
+            RuntimeError, match=rf"{'rank 1: ' * many}[1-9]\d+ bytes that were parked could not come back .MemoryError: no room"
+        ):
+            context.__exit__(None, None, None)
+        assert taken[0] == 2
+        with pytest.raises(RuntimeError, match=r"inside zero3\.parked"):
+            loss_of(model, Turn(group.rank, 1, 2))
+        if group.rank == last:
+            assert storages([p.data for p in model.parameters()]) <= 16 * len(list(model.parameters()))
+            short[0] = False
+        context.__exit__(None, None, None)
+        after = [*(p.detach() for p in model.parameters()), *(p.grad.as_subclass(Tensor) for p in model.parameters())]
+        assert same_bits(after, before)
+        loss_of(model, Turn(group.rank, 1, 2)).backward()
+
+    run_ranks(world_size, body)
 
 
 def test_parked_refuses_by_name_on_all_ranks_and_nothing_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

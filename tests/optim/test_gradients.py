@@ -21,9 +21,8 @@ TOLERANCE = 1e-12
 
 
 def expected_of(plain: nn.Module) -> dict[str, Tensor]:
-    """Empty parameters get none in plain torch, if nothing uses them."""
-    named = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-    return {name: p.grad if p.grad is not None else p for name, p in named.items() if p.grad is not None or not p.numel()}
+    """Not of what nothing uses, empty or not."""
+    return {name: p.grad for name, p in plain.named_parameters() if p.requires_grad and p.grad is not None}
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ EXCLUDED: dict[Names, Refusal] = {
     ("GradScaler", "offload_optimizer in_backward"): _USED,
     ("named_gradients", "offload_optimizer in_backward"): _USED,
     ("full_gradients", "offload_optimizer in_backward"): _USED,
-    ("forwards two", "offload_optimizer in_backward"): Refusal(RuntimeError, "the second forward's gradients step what the first needs"),
+    ("forwards two", "offload_optimizer in_backward"): Refusal(RuntimeError, "what earlier micro-batches left steps what a forward needs"),
     ("stage 1", "joinable"): _FOLLOWS,
     ("dynamic", "joinable"): _FOLLOWS,
     ("exception", "joinable"): _CAUGHT,

@@ -87,21 +87,24 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> list[float]:
-    """All ranks take the same words, so that a plain model can follow. A missing gradient counts as zeros, as everywhere here."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], *, zeros: bool = False) -> list[float]:
+    """All ranks take the same words, so that a plain model can follow. `zeros`: a missing gradient counts as zeros, as in DeepSpeed."""
     losses = []
     for step in steps:
         optimizer.zero_grad()
         words = torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
         loss.backward()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if zeros and p.grad is None):
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def reached(found: dict[str, Any]) -> dict[str, Any]:
+    """Without the state of what no gradient ever reached: torch has none; where it shares a chunk it is as an optimizer begins it."""
+    return {**found, "state": {name: of for name, of in found["state"].items() if not name.endswith(".idle")}}
 
 
 def plain(optimizer: str, build: Callable[[], nn.Module] = odd) -> tuple[nn.Module, torch.optim.Optimizer]:

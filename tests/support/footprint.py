@@ -84,11 +84,12 @@ class Formula:
         self.P = [sum(unit.of(numel, unit.computed) for numel in each) for each in sizes]
         # a reduction holds its buffer and its result; at world size 1 one is the other
         self.travelling = [self.FG[j] + (unit.of(with_trailers[j], unit.reduced) if world_size > 1 else 0) for j in range(len(sizes))]
-        self.stand_ins = len(sizes) * unit.of(1, unit.stored)
+        # of each layer: what a released parameter shows, and the trailer where all gradients came
+        self.apart = [unit.of(1, unit.stored) + unit.of(n, unit.reduced) for n in behind]
 
     @property
     def chunks(self) -> int:
-        return sum(self.S) + self.stand_ins
+        return sum(self.S) + sum(self.apart)
 
     def full(self, layers: range) -> int:
         """Full buffers; at world size 1 the chunk is the full buffer."""
@@ -125,12 +126,12 @@ class GlooFormula(Formula):
         super().__init__(world_size, depth)
         for i in LAYERS:
             layout = ChunkLayout.build([("weight", (WIDTHS[i + 1], WIDTHS[i])), ("bias", (WIDTHS[i + 1],))], world_size)
-            needed, trailer = set(layout.cuts[rank]), len(layout.slots) * BYTES
+            needed = set(layout.cuts[rank])
             copied = 0 if near else (world_size - 1) * self.G[i]  # what is sent is a slice and a trailer, side by side
             padding = sum(stop for slot, _, stop in needed if slot == len(layout.slots)) * BYTES
             gradients = sum(layout.slots[slot].numel for slot in {slot for slot, _, _ in needed} if slot < len(layout.slots)) * BYTES
             received = 0 if near else (world_size - 2) * self.G[i]  # before it is added up, but for the first
-            self.travelling[i] = gradients + padding + trailer + copied + received + self.G[i]
+            self.travelling[i] = gradients + padding + copied + received + self.G[i]
 
 
 def wrap(module: nn.Module, world_size: int | None, rank: int = 0, **policy: Any) -> Zero3Layer:

@@ -206,7 +206,7 @@ class EchoCommunicator:
 @contextlib.contextmanager
 def faking() -> Iterator[FakeDevice]:
     """torch's streams and events, as fakes; and the two places that give memory back without an operation."""
-    from zero3.core.chunk import FullBuffer
+    from zero3.core.full_buffer import FullBuffer
 
     fake = FakeDevice()
     real_free: Callable[[FullBuffer], None] = FullBuffer.free

@@ -82,7 +82,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass
 class Record:
-    """What a training run showed, one entry a step. A gradient that is None counts as zeros: see `semantics 6`."""
+    """What a training run showed, one entry a step. A gradient that is None is written as zeros."""
 
     outputs: list[list[list[Tensor]]] = field(default_factory=list)  # [step][rank][tensor]
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -145,10 +145,9 @@ def train_plain(
         optimizer.zero_grad()
         record.outputs.append([detached(program(model, Turn(rank, step, world_size))) for rank in range(world_size)])
         for parameter in trainable.values():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if policy.gradient_reduction == "mean":
+            if policy.gradient_reduction == "mean" and parameter.grad is not None:
                 parameter.grad /= world_size
-        record.gradients.append({name: p.grad.clone() for name, p in trainable.items() if p.grad is not None})
+        record.gradients.append({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trainable.items()})
         optimizer.step()
         record.parameters.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return record

@@ -90,7 +90,7 @@ class Teller:
             kind = "" if len(layer._state.chunks) == 1 else "t" if chunk.shard.requires_grad else "f"
             layout = chunk.layout
             trailers = layout.world_size * len(layout.slots)  # what a reduction has behind each slice
-            for letter, numel in (("g", layout.padded_numel), ("r", layout.padded_numel + trailers)):
+            for letter, numel in (("g", layout.padded_numel), ("s", layout.padded_numel), ("r", layout.padded_numel + trailers)):
                 self.names[letter, numel, chunk.shard.dtype] = f"{name}{kind}"
         return layer
 

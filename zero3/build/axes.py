@@ -101,7 +101,8 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     flow = Flow(*stages, at_once=place is not None and place.at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
-    buffer = GradientBuffer(layout, sums, chunk.device)
+    ones = torch.ones(trailer, dtype=chunk.compute_dtype, device=chunk.device)
+    buffer = GradientBuffer(layout, sums, chunk.device, ones)
     return Account(chunk, flow, buffer, added, among, saves=policy.transactional)
 
 

@@ -4,10 +4,12 @@ values are scattered.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,7 +31,7 @@ from ..comm.factory import (
 from ..comm.plain_values import not_copied
 from ..conductors.comparing import conductor_for
 from ..core.casting import caller_for
-from ..core.chunk import Lifetime
+from ..core.full_buffer import Lifetime
 from ..core.ignored import IgnoredGradient
 from ..core.layer_state import Behaviour, LayerState
 from ..core.parameters import (
@@ -133,18 +135,25 @@ class _Examined:
         """Takes as much room on a disk as the layer will need, until `held` is closed."""
         policy, shards = self.request.policy, self.communicator.shards
         if (directory := directory_of(policy)) is not None:
-            nbytes = 0
-            for parameter, kind in (
-                (b.parameter, self.formats.get(b.name)) for b in self.parameters
-            ):
+            nbytes, dealer = 0, self.request.dealer
+            blocks = 1 if dealer is None else dealer.blocks(self.device)
+            for sites in self.parameters:
+                parameter, kind = sites.parameter, self.formats.get(sites.name)
+                most = Fraction(1)
+                if dealer is not None and "." not in sites.name:  # experts
+                    most = Fraction(-(-len(parameter) // blocks) * blocks, len(parameter))
                 own, trains = parameter.dtype, parameter.requires_grad
                 if kind is not None:
-                    nbytes += kind.nbytes(parameter.shape)
+                    nbytes += math.ceil(kind.nbytes(parameter.shape) * most)
                     continue
                 stored = master_dtype(policy, own) if trains else own
                 kept = dtypes_kept(policy, stored, compute_dtype(policy, own)) if trains else []
-                nbytes += parameter.numel() * sum(dtype.itemsize for dtype in [stored, *kept])
-            held.enter_context(host_of(self.communicator).room_on_disk(directory, nbytes // shards))
+                nbytes += math.ceil(parameter.numel() * most) * sum(
+                    dtype.itemsize for dtype in [stored, *kept]
+                )
+            held.enter_context(
+                host_of(self.communicator).room_on_disk(directory, -(-nbytes // shards))
+            )
 
     def agree(self) -> bytes:
         """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether
@@ -166,7 +175,10 @@ class _Examined:
 
 
 def agree_on(
-    requests: Sequence[Request], is_layer: Callable[[nn.Module], bool], error: Exception | None
+    requests: Sequence[Request],
+    is_layer: Callable[[nn.Module], bool],
+    error: Exception | None,
+    caller: str = "shard",
 ) -> None:
     """Checks all `requests`. Every rank raises the first mistake, or a rank's `error`, or none
     raises. Changes nothing.
@@ -198,7 +210,7 @@ def agree_on(
                 "what becomes a layer",
                 lines,
                 error,
-                caller="shard",
+                caller=caller,
             )
 
 
@@ -339,7 +351,7 @@ def _found_in(
     model = module if request.model is None else request.model
     formats = formats_of(parameters, policy, request.prefix, model)
     if request.dealer is not None:
-        check_experts(request.prefix, found, parameters, formats)
+        check_experts(module, request.prefix, found, parameters, formats)
     alone = request.label is None and not any(is_layer(inner) for inner in module.modules())
     # `shard` looks at all layers together
     if policy.quantize is not None and not formats and alone:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..comm.plain_values import decode_scalar, dtype_named, name_of
+from ..guards.unreached import state_begun
 from ..optim.low_bit import fresh_state, tensors_of
 from ..optim.probe import builder, kind_in_state, state_keys
 from ..optim.several import Together
 from ..optim.state_memory import empty_state
-from .contents import Contents, listed
+from .contents import Contents, NamedSpan, listed
 from .saved_optimizer import Held, NamedState, OptimizerContents, in_full
 
 __all__: list[str] = []
@@ -42,6 +43,15 @@ class Target(NamedTuple):
     values: Tensor
 
 
+class _Begins(NamedTuple):
+    """State that an optimizer begins with, of values that are not known yet."""
+
+    parameter: Tensor
+    group: int
+    span: NamedSpan
+    state: dict[str, Tensor]  # 1-D
+
+
 @dataclass
 class Placing:
     """The new state. The optimizer does not change before `commit`."""
@@ -50,10 +60,18 @@ class Placing:
     options: list[dict[str, Any]]
     state: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    # of names that have no state, while others in the same parameter have
+    _begins: list[_Begins] = field(default_factory=list)
 
     def commit(self) -> None:
+        """The parameters have their new values."""
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
             group.update(options)
+        for parameter, number, span, state in self._begins:
+            owner, group = self.optimizer.owners[number], self.optimizer.param_groups[number]
+            begun = state_begun(owner, group, span.of(parameter.data.view(-1)))
+            for key, flat in state.items():
+                flat.copy_(begun.get(key, torch.zeros(())))
         self.optimizer.replace_state(self.state)
         for member in self.optimizer.members:  # as torch's own load does
             for hook in getattr(member, "_optimizer_load_state_dict_post_hooks", {}).values():
@@ -65,10 +83,6 @@ class Placing:
         """
         parameter, first = held.parameter, next(each for each in named.values() if each.keys)
         begun = {name for name, each in named.items() if each.keys}
-        owner, group = self.optimizer.owners[held.group], self.optimizer.param_groups[held.group]
-        fresh: dict[str, Any] = {}
-        if len(begun) < len(named):
-            fresh = fresh_state(owner, group, torch.empty(1, dtype=parameter.dtype, device=_CPU))
         device, numbers = parameter.device, first.scalars
         state = {key: decode_scalar(value, device) for key, value in numbers.items()}
         covered = sum(span.numel for span in held.spans) == parameter.numel()
@@ -80,8 +94,9 @@ class Placing:
             for span in (span for span in held.spans if span.numel):
                 if span.name in begun:
                     self.targets.append(Target(span.name, key, span.start, span.of(flat)))
-                else:
-                    span.of(flat).copy_(fresh.get(key, torch.zeros(())))
+        for span in (span for span in held.spans if span.numel and span.name not in begun):
+            flats = {key: span.of(state[key].view(-1)) for key in first.elements}
+            self._begins.append(_Begins(parameter, held.group, span, flats))
         for key, (dtype, shape) in first.whole.items():
             state[key] = torch.empty(shape, dtype=dtype_named(dtype), device=device)
             self.targets.append(Target(held.filled[0].name, key, None, state[key]))

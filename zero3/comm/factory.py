@@ -198,6 +198,8 @@ def give_memory_back(communicator: Communicator) -> None:
     The next transfer has to allocate the memory again, so this is for callers that make no transfer
     for a while.
     """
+    if isinstance(communicator, BlocksCommunicator):
+        communicator = communicator.inner
     if isinstance(communicator, GlooCommunicator):
         communicator.trim()
 

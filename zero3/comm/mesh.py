@@ -152,19 +152,19 @@ class BlocksCommunicator:
     """
 
     def __init__(self, inner: Communicator, blocks: int) -> None:
-        self._inner = inner
+        self.inner = inner
         shares = inner.world_size // blocks
         self._slices = [rank % blocks * shares + rank // blocks for rank in range(inner.world_size)]
         self.shard_rank = self._slices[inner.rank]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if bounds is None:
-            return self._inner.all_gather(full, shard)
+            return self.inner.all_gather(full, shard)
         of_ranks, gathered = self._of_ranks(bounds), torch.empty_like(full)
-        pending = self._inner.all_gather(gathered, shard, of_ranks)
+        pending = self.inner.all_gather(gathered, shard, of_ranks)
         return Then(pending, partial(self._sort, gathered, full, bounds, of_ranks))
 
     def _of_ranks(self, bounds: tuple[int, ...]) -> tuple[int, ...]:
@@ -179,12 +179,12 @@ class BlocksCommunicator:
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
         if bounds is None:
-            return self._inner.scatter(shard, slices)
+            return self.inner.scatter(shard, slices)
         of_ranks = None if slices is None else [slices[index] for index in self._slices]
-        return self._inner.scatter(shard, of_ranks, self._of_ranks(bounds))
+        return self.inner.scatter(shard, of_ranks, self._of_ranks(bounds))
 
     def same_ranks(self, other: Communicator) -> bool:
-        return self._inner.same_ranks(other._inner if isinstance(other, type(self)) else other)
+        return self.inner.same_ranks(other.inner if isinstance(other, type(self)) else other)
 
 
 def shards_of(communicator: Communicator) -> Communicator:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
@@ -27,10 +27,11 @@ from .gradient_types import (
     WholeGradient,
     accumulate,
     accumulate_beside,
+    has_hooks,
     note_tokens,
     scale_gradient,
 )
-from .reached import Reached, Unreached, reached_by
+from .reached import Reached, Unreached
 from .ticket import Ticket
 
 __all__: list[str] = []
@@ -86,15 +87,15 @@ class Account:
         *,
         saves: bool,
     ) -> None:
-        """`buffer`: an empty one. `added_as`: the dtype of sums over several backwards. `among`:
-        the layer's. `saves`: in each backward. (Otherwise inside of a `step_guard` alone.)
+        """`buffer`: an empty one. `added_as`: the dtype of sums over several backwards.
+        `among`: the layer's. `saves`: in each backward. (Otherwise inside of a `step_guard` alone.)
         """
         self.chunk = chunk
         self.pending = False  # whether this backward has added gradients that are not backed up yet
         self.owed = False  # whether an earlier backward has kept gradients that are not reduced yet
         # 1-D [S+n], where chunks have replicas: the sum of one replica, not yet summed over all
         self.partial: Tensor | None = None
-        self.unreached = Unreached(len(chunk.layout.slots))
+        self.unreached = Unreached()
         self._flow, self.among = flow, among
         self._buffer, self.added_as = buffer, added_as
         # parts, and the gradients that the last `keep` left with them
@@ -124,8 +125,7 @@ class Account:
             self._merge_earlier()
         gradient = self._flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
-        layout, made_in = self._buffer.layout, self._buffer.made_in
-        self._buffer, self._kept = GradientBuffer(layout, made_in, self.chunk.device), []
+        self._buffer, self._kept = GradientBuffer(*self._buffer.like), []
         self.pending = self.owed = False
         return gradient
 
@@ -154,32 +154,58 @@ class Account:
             self._accumulate(landed, exact, reached)
 
     def _accumulate(self, landed: Tensor, exact: Tensor | None, reached: Reached | None) -> None:
-        if reached is not None or self.unreached.slots:
-            self.unreached.land(reached)
-        for part in self.chunk.parts:
-            if part.parameter.requires_grad and not self._drops:
+        if self._drops:
+            return
+        if reached is not None or self.unreached.maybe:
+            self.unreached.land(reached, self._zeroed())
+        for number, part in enumerate(self.chunk.parts):
+            if part.parameter.requires_grad:
                 gradient = self._typed(part.of(landed), part)
                 wider = None if exact is None else part.of(exact)
-                ours = None if reached is None else reached.of(part.slots)
-                accumulate(part.parameter, gradient, wider, ours)
+                if reached is None:
+                    accumulate(part.parameter, gradient, wider)
+                else:
+                    self._accumulate_some(number, gradient, wider, reached)
+
+    def _accumulate_some(
+        self, number: int, gradient: Tensor, wider: Tensor | None, reached: Reached
+    ) -> None:
+        """Of these slots alone."""
+        part = self.chunk.parts[number]
+        before = _earlier(part.parameter)
+        alone = before is None or self.unreached.is_placed(number, before)
+        nothing = has_hooks(part.parameter) and part.slots.isdisjoint(reached.slots())
+        accumulate(part.parameter, gradient, wider, hooks=not nothing)
+        if alone and part.parameter.grad is not None:
+            self.unreached.place(number, part.parameter.grad)
+
+    def _zeroed(self) -> frozenset[int]:
+        """The slots of parts that have no gradient. Where this rank has parts of some slots alone,
+        the others count as zeroed with all of these, since their ranks zero them.
+        """
+        trained = [part for part in self.chunk.parts if part.parameter.requires_grad]
+        zeroed = [part.slots for part in trained if _earlier(part.parameter) is None]
+        if len(zeroed) == len(trained):
+            return frozenset(range(len(self.chunk.layout.slots)))
+        return frozenset().union(*zeroed)
 
     def settle(self) -> None:
         """Nothing is on its way. A part of which no rank's gradients have reached a slot has none,
         as a parameter of plain torch.
         """
-        gradients = [part.parameter.grad for part in self.chunk.parts]
-        self.unreached.settle([each for each in gradients if each is not None])
-        for part in self.chunk.parts:
-            reached = reached_by(part.parameter.grad)
-            if reached is not None and reached.nothing:
+        slots = self.unreached.slots
+        for number, part in enumerate(self.chunk.parts):
+            placed = self.unreached.is_placed(number, part.parameter.grad)
+            if placed and part.slots <= slots:
                 part.parameter.grad = None
+        self.unreached.forget()
 
     def _typed(self, gradient: Tensor, part: Part) -> Tensor:
         """`gradient` in the type that the gradient of `part` has. See `gradient_types`."""
         kind = (
             WholeGradient if part.whole else PieceGradient if self.chunk.divided else ShardGradient
         )
-        alone = self.chunk.layout.world_size == 1
+        alone = self.chunk.whole.layout.world_size == 1
         return gradient if alone else kind.of(gradient, self.among.communicator)
 
     @property
@@ -295,7 +321,7 @@ class Account:
 
     def drop(self) -> None:
         """Drops all gradients that are not reduced yet."""
-        self._buffer, self._kept, self.partial = self._buffer.like(), [], None
+        self._buffer, self._kept, self.partial = GradientBuffer(*self._buffer.like), [], None
         self.pending = self.owed = False
         for part in self.chunk.parts:
             if isinstance(deferred := part.parameter.grad, DeferredGradient):
@@ -305,6 +331,7 @@ class Account:
     def drop_all(self) -> None:
         """Drops the chunk's gradient, too."""
         self.drop()
+        self.unreached.forget()
         for part in self.chunk.parts:
             part.parameter.grad = None
 
@@ -383,7 +410,7 @@ class Account:
         if self._saved is None:
             gradients = [part.parameter.grad for part in self.chunk.parts]
             self._saved = _Savepoint(self._buffer, self._kept, self.owed, gradients, self.partial)
-            self._buffer = self._buffer.like()
+            self._buffer = GradientBuffer(*self._buffer.like)
         return self._saved
 
     def _merge_earlier(self) -> None:
@@ -437,3 +464,9 @@ class Account:
             if guarded or isinstance(found, DeferredGradient):
                 stays = not zeroed or isinstance(gradient, DeferredGradient)
                 part.parameter.grad = gradient if stays else None
+
+
+def _earlier(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient that the next one is added to."""
+    gradient = parameter.grad
+    return gradient.earlier if isinstance(gradient, DeferredGradient) else gradient

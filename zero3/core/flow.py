@@ -197,9 +197,9 @@ def take_gradients(
     added up in a wider dtype than that in which they are sent.
     """
     slots, chunk = len(buffer.layout.of.slots), gradient.account.chunk
-    if len(buffer.written) + len(buffer.came) < slots and not chunk.in_part:
+    if buffer.missing and not chunk.in_part:
         alone = gradient.communicator.world_size == 1
-        told = [] if alone else [torch.empty(slots, dtype=torch.bool, device=chunk.device)]
+        told = None if alone else torch.empty(slots, dtype=torch.bool, device=chunk.device)
         gradient.reached = Reached([*buffer.written, *buffer.came], told)
     takes_pieces = gradient.communicator.takes_pieces and divides_first == 1
     gradient.pieces = buffer.pieces() if takes_pieces else None

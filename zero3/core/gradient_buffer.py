@@ -16,6 +16,8 @@ __all__: list[str] = []
 # elements of a gradient that is copied together with others: torch's kernel for several tensors
 # takes 21 million, so that a large one alone would be many kernels
 SMALL = 2**22
+# pieces of all gradients that are copied so: the host makes a view of each, and a kernel takes 64
+FEW = 128
 
 
 class GradientBuffer:
@@ -30,14 +32,36 @@ class GradientBuffer:
     Behind each rank's slice it has a trailer, which says for each slot whether a gradient came.
     """
 
-    __slots__ = ("_device", "_dtype", "came", "full", "layout", "made_in", "written")
+    __slots__ = (
+        "_device",
+        "_dtype",
+        "_ones",
+        "came",
+        "full",
+        "layout",
+        "like",
+        "made_in",
+        "missing",
+        "written",
+    )
 
-    def __init__(self, layout: GradientLayout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: GradientLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        ones: Tensor,
+    ) -> None:
+        """`ones`: the trailer if gradients came for all slots, `[n]` in the gradients' dtype."""
+        # its arguments, for the next one
+        self.like = layout, dtype, device, ones
         self.layout = layout
+        self._ones = ones
         self.made_in = self._dtype = dtype
         self._device = device
         self.came: dict[int, Tensor] = {}  # slot -> gradient that is not in the buffer yet
         self.written: set[int] = set()  # slots that are in the buffer
+        self.missing = len(layout.of.slots)  # how many slots no gradient came for
         self.full: Tensor | None = None  # 1-D [W*(S+n)]
 
     @property
@@ -49,10 +73,6 @@ class GradientBuffer:
         """All memory of its gradients."""
         return [*self.came.values(), *([] if self.full is None else [self.full])]
 
-    def like(self) -> GradientBuffer:
-        """An empty one."""
-        return GradientBuffer(self.layout, self.made_in, self._device)
-
     def add(self, index: int, gradient: Tensor) -> None:
         """Adds a gradient of slot number `index`. The tensor is kept until the buffer is made."""
         if index in self.came:
@@ -61,6 +81,7 @@ class GradientBuffer:
             self._write(self._to_add_to(), index, gradient)
         else:
             self.came[index] = gradient
+            self.missing -= 1
 
     def keep(self, dtype: torch.dtype) -> None:
         """Frees autograd's gradients. From now on sums are made in `dtype`."""
@@ -73,26 +94,51 @@ class GradientBuffer:
         if self.full is not None:
             self._to_add_to().mul_(factor)
 
-    def flat(self) -> Tensor:
+    def flat(self, *, told: bool = False) -> Tensor:
         """Makes the buffer with all gradients so far, and frees these. Slots without a gradient are
-        not written.
+        not written. `told`: the trailers are.
         """
+        layout = self.layout
         if self.full is None:
-            self.full = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
-        places, values = [], []
-        while self.came:
-            index, gradient = self.came.popitem()
-            spots = self.layout.spots[index]
-            small = gradient.numel() <= SMALL and gradient.layout == torch.strided
-            if small and len(spots) == 1 and index not in self.written:
-                self.written.add(index)
-                places.append(self.full.as_strided(*spots[0].strided))
-                values.append(gradient)
+            self.full = torch.empty(layout.numel, dtype=self._dtype, device=self._device)
+        few, together = len(layout.sizes) <= FEW, list[int]()
+        for index in list(self.came):
+            gradient = self.came[index]
+            plain = gradient.layout == torch.strided and gradient.is_contiguous()
+            if few and plain and gradient.numel() <= SMALL:
+                together.append(index)
             else:
                 self._write(self.full, index, gradient)
-        if places:
-            copy_together(places, values)
+                del self.came[index]
+            del gradient
+        n, told = layout.trailer, told and layout.trailer > 0
+        if told and not few and layout.of.bounds is None:
+            told = False
+            self.full.view(-1, layout.of.shard_numel + n)[:, -n:] = self.trailer(
+                n, self._ones.dtype
+            )
+        if together or told:
+            self._write_together(self.full, together, told=told)
         return self.full
+
+    def _write_together(self, full: Tensor, together: list[int], *, told: bool) -> None:
+        layout, n = self.layout, self.layout.trailer
+        pieces = full.split_with_sizes(layout.sizes)
+        places, values = list[Tensor](), list[Tensor]()
+        for index in together:
+            numbers, lengths = layout.cells[index]
+            places += map(pieces.__getitem__, numbers)
+            values += self.came[index].view(-1).split_with_sizes(lengths)
+        if told:  # of the other values' dtype, which one kernel needs
+            dtype, trailer = values[0].dtype if values else self._ones.dtype, self._ones
+            if self.missing or dtype != trailer.dtype:
+                trailer = self.trailer(n, dtype)
+            places += map(pieces.__getitem__, layout.cells[-1].numbers)
+            values += [trailer] * layout.of.world_size
+        if places:  # an empty slot has none
+            copy_together(places, values)
+        self.written.update(together)  # only now: if the copy raises, the gradients stay
+        self.came.clear()
 
     def _to_add_to(self) -> Tensor:
         full = self.flat()
@@ -121,9 +167,13 @@ class GradientBuffer:
         ]
 
     def trailer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1 for each slot that a gradient came for, else 0, `[numel]`."""
-        known = [slot in self.came or slot in self.written for slot in range(numel)]
-        return on_device(torch.tensor(known, dtype=dtype), self._device)
+        """1 for each slot that a gradient came for, else 0, `[numel]`. Nobody writes into it."""
+        if self.missing:
+            known = [slot in self.came or slot in self.written for slot in range(numel)]
+            return on_device(torch.tensor(known, dtype=dtype), self._device)
+        if (numel, dtype) == (self._ones.numel(), self._ones.dtype):
+            return self._ones
+        return torch.ones(numel, dtype=dtype, device=self._device)
 
     def _fits(self, gradient: Tensor) -> bool:
         # then the bytes in memory are not the values
@@ -142,16 +192,11 @@ class GradientBuffer:
         """The buffer `[W*(S+n)]`, with zeros for slots without a gradient. From now on the buffer
         is the caller's.
         """
-        full, spots = self.flat(), self.layout.spots
-        missing = len(spots) - 1 - len(self.written)
-        if missing or spots[-1][0].stop:  # padding
+        full, spots = self.flat(told=True), self.layout.spots
+        if self.missing or spots[-1]:  # padding
             for index in range(len(spots)):
                 for spot in spots[index] if index not in self.written else ():
                     full.as_strided(*spot.strided).zero_()
-        n = self.layout.trailer
-        for spot in self.layout.trailers if n else ():
-            trailer = full.as_strided(*spot.strided)
-            trailer.copy_(self.trailer(n, full.dtype)) if missing else trailer.fill_(1)
         return full
 
     def merge(self, other: GradientBuffer, factor: Tensor | None) -> None:
@@ -164,6 +209,7 @@ class GradientBuffer:
                 found = found if factor is None else found.to(full.dtype) * factor
                 self._add(full.as_strided(*spot.strided), index, found)
             self.written.add(index)
+        self.missing = len(self.layout.of.slots) - len(self.written)
 
     def _write(self, full: Tensor, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:

@@ -16,7 +16,6 @@ from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
 from .autograd import around_accumulation, as_plain_tensors
-from .reached import Reached
 
 __all__: list[str] = []
 
@@ -351,26 +350,21 @@ def note_tokens(gradient: Tensor, total: Tensor, version: int) -> None:
 
 
 def accumulate(
-    parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None, reached: Reached | None
+    parameter: nn.Parameter, gradient: Tensor, exact: Tensor | None, *, hooks: bool = True
 ) -> None:
     """[backup 4] Adds `gradient` to the parameter's gradient, and calls the parameter's hooks, as
-    autograd would.
+    autograd would. `hooks`: whether it is of anything; otherwise none is called.
 
     `exact` is the gradient in a wider dtype. It stays with the parameter's gradient, and later
     micro-batches are added to it, so that the sum is rounded only once. It is freed with that
     gradient. If the caller changes the gradient, it is not used again.
-
-    `reached`: the slots that it is of, None for all. Hooks are not called if it is of none.
     """
-    for hook in (parameter._backward_hooks or {}).values():
+    for hook in (parameter._backward_hooks or {}).values() if hooks else ():
         changed = hook(gradient)
         gradient, exact = (gradient, exact) if changed is None else (changed, None)
     deferred = parameter.grad if isinstance(parameter.grad, DeferredGradient) else None
     if deferred is not None:
         parameter.grad = deferred.earlier
-    before = None if parameter.grad is None else vars(parameter.grad)
-    if before is not None and reached is not None:  # what is there already may be of all slots
-        reached = before["zero3_reached"].joined(reached) if "zero3_reached" in before else None
     if parameter.grad is None:
         parameter.grad = gradient
     elif exact is None:
@@ -389,16 +383,15 @@ def accumulate(
         deferred.become(parameter.grad)
         parameter.grad = deferred
     vars(parameter.grad).pop(TOKENS, None)
-    vars(parameter.grad).pop("zero3_reached", None)
-    if reached is not None:
-        parameter.grad.zero3_reached = reached  # type: ignore[attr-defined]
     if exact is not None:
         # (the wider tensor that it was rounded from; its version then)
         parameter.grad.zero3_exact = exact, parameter.grad._version  # type: ignore[attr-defined]
-    hooks = parameter._post_accumulate_grad_hooks
-    if hooks and (reached is None or not reached.nothing):
-        for hook in hooks.values():
-            hook(parameter)
+    for after in (parameter._post_accumulate_grad_hooks or {}).values() if hooks else ():
+        after(parameter)
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> None:

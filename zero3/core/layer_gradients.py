@@ -176,7 +176,12 @@ class LayerGradients:
         memory may run out on one rank alone.
         """
         return [
-            (account, account.take_room(chunk.at.communicator if chunk.in_part else communicator))
+            (
+                account,
+                account.take_room(
+                    communicator if chunk.at is chunk.whole else chunk.at.communicator
+                ),
+            )
             for chunk, account in self.accounts.items()
             if chunk.shard.requires_grad
         ]
@@ -190,10 +195,9 @@ class LayerGradients:
             with self._naming:
                 lanes.replicas.begin_deferred()
         self.log.entries.append(self._entry)
-        tickets = [
-            account.back_up(gradient, lanes, self._naming, ends_early=ends_early)
-            for account, gradient in prepared
-        ]
+        tickets: list[Ticket] = []
+        for account, gradient in prepared:
+            tickets += [account.back_up(gradient, lanes, self._naming, ends_early=ends_early)]
         if ends_early:
             for account, _ in prepared:
                 account.keep(self)
@@ -227,7 +231,7 @@ class LayerGradients:
         for account in self.accounts.values():
             if account.saves:
                 account.end_backward(self)
-            if account.unreached.landed is not None:
+            if account.unreached.landed:
                 account.settle()
         for each in self.ignored:
             each.end_backward()

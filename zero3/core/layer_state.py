@@ -18,9 +18,10 @@ from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account
 from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
-from .chunk import Chunk, Lifetime, registered
+from .chunk import Chunk, registered
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .flat import not_a_number
+from .full_buffer import Lifetime
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
 from .layer_gradients import LayerGradients

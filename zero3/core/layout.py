@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__: list[str] = []
 
@@ -161,8 +161,11 @@ class ChunkLayout:
             cuts = [
                 (index[piece.slot.name], piece.start, piece.stop) for piece in self.pieces(rank)
             ]
-            padding = self.chunk_numel(rank) - sum(stop - start for _, start, stop in cuts)
-            found.append((*cuts, (len(self.slots), 0, padding)) if padding else tuple(cuts))
+            low, high = self.chunk_range(rank)
+            low = max(low, self.numel)  # from here on it is padding
+            if low < high:
+                cuts.append((len(self.slots), low - self.numel, high - self.numel))
+            found.append(tuple(cuts))
         return tuple(found)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
@@ -182,6 +185,13 @@ class Spot(NamedTuple):
     start: int
     stop: int
     strided: tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+class Cells(NamedTuple):
+    """The pieces of one slot: their numbers among all that the buffer holds, and their lengths."""
+
+    numbers: list[int]
+    lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -206,52 +216,58 @@ class GradientLayout:
         return bounds and tuple(at + rank * self.trailer for rank, at in enumerate(bounds))
 
     @cached_property
-    def spots(self) -> tuple[tuple[Spot, ...], ...]:
-        """Where each slot lies. One that is cut has a place before the first cut, one behind the
-        last, and one for all slices between (one for each, if these have different lengths). What
-        stands behind the last slot is padding.
+    def contents(self) -> list[tuple[int, int, int, int]]:
+        """What the buffer holds, in order, as (rank, slot number, start, stop): pieces of slots,
+        padding, which stands behind the last slot, and trailers, which come after padding.
         """
-        layout, end = self.of, self.of.padded_numel
-        padding = Slot("", (end - layout.numel,), layout.numel)
-        return tuple(tuple(self._spots(slot)) for slot in (*layout.slots, padding))
-
-    def _spots(self, slot: Slot) -> Iterator[Spot]:
-        ranks: Sequence[int] = range(self.of.world_size)
-        if self.of.bounds is None and slot.numel:
-            length = self.of.shard_numel
-            ranks = range(slot.offset // length, -(-slot.stop // length))
-        overlaps = {rank: self._overlap(slot, rank) for rank in ranks}
-        ranks = [rank for rank, (start, stop) in overlaps.items() if start < stop]
-        if len(ranks) < 2 or not self.trailer:
-            offset = slot.offset + (ranks[0] * self.trailer if ranks else 0)
-            yield Spot(0, slot.numel, (slot.shape, slot.stride, offset))
-            return
-        equal = self.of.bounds is None and len(ranks) > 2
-        for rank in (ranks[0], ranks[1], ranks[-1]) if equal else ranks:
-            start, stop = overlaps[rank]
-            offset = slot.offset + start + rank * self.trailer
-            size: tuple[int, ...] = (stop - start,)
-            stride: tuple[int, ...] = (1,)
-            if equal and rank == ranks[1]:
-                length, rows = self.of.shard_numel, len(ranks) - 2
-                size, stride = (rows, length), (length + self.trailer, 1)
-                stop = start + rows * length
-            yield Spot(start, stop, (size, stride, offset))
-
-    def _overlap(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The slot's elements in a rank's slice, if there are any."""
-        low, high = self.of.chunk_range(rank)
-        return max(low, slot.offset) - slot.offset, min(high, slot.stop) - slot.offset
+        last, found = len(self.of.slots) + 1, []
+        for rank, cuts in enumerate(self.of.cuts):
+            behind = [(last, 0, self.trailer)] if self.trailer else []
+            found += [(rank, *cut) for cut in (*cuts, *behind)]
+        return found
 
     @cached_property
-    def trailers(self) -> tuple[Spot, ...]:
-        """Where the trailers lie, in one place if slices are equal."""
-        layout, n = self.of, self.trailer
-        ends = [layout.chunk_range(rank)[1] + rank * n for rank in range(layout.world_size)]
-        if layout.bounds is None:
-            stride = (layout.shard_numel + n, 1)
-            return (Spot(0, n, ((layout.world_size, n), stride, ends[0])),)
-        return tuple(Spot(0, n, ((n,), (1,), end)) for end in ends)
+    def sizes(self) -> list[int]:
+        return [stop - start for _, _, start, stop in self.contents]
+
+    @cached_property
+    def cells(self) -> list[Cells]:
+        """Of each slot, of padding, and of all trailers."""
+        found = [Cells([], []) for _ in range(len(self.of.slots) + 2)]
+        for at, (_, number, start, stop) in enumerate(self.contents):
+            found[number].numbers.append(at)
+            found[number].lengths.append(stop - start)
+        return found
+
+    @cached_property
+    def spots(self) -> list[list[Spot]]:
+        """Where each slot lies, and padding. One that is cut has a place before the first cut, one
+        behind the last, and one for all slices between (one for each, if these have different
+        lengths).
+        """
+        layout = self.of
+        padding = Slot("", (layout.padded_numel - layout.numel,), layout.numel)
+        slots = (*layout.slots, padding)
+        cut: list[list[tuple[int, int, int]]] = [[] for _ in (*slots, "trailers")]
+        for rank, number, start, stop in self.contents:
+            cut[number].append((rank, start, stop))
+        return [list(self._spots(*each)) for each in zip(slots, cut, strict=False)]
+
+    def _spots(self, slot: Slot, cuts: list[tuple[int, int, int]]) -> Iterator[Spot]:
+        n, rows = self.trailer, len(cuts) - 2
+        if len(cuts) == 1 or (cuts and not n):
+            offset = slot.offset + cuts[0][0] * n
+            yield Spot(0, slot.numel, (slot.shape, slot.stride, offset))
+            return
+        between = self.of.bounds is None and rows > 1
+        for rank, start, stop in (cuts[0], cuts[1], cuts[-1]) if between else cuts:
+            offset = slot.offset + start + rank * n
+            if between and rank == cuts[1][0]:
+                length = stop - start
+                place: Any = ((rows, length), (length + n, 1), offset)
+                yield Spot(start, start + rows * length, place)
+            else:
+                yield Spot(start, stop, ((stop - start,), (1,), offset))
 
 
 def megabytes(nbytes: int) -> str:

@@ -15,76 +15,72 @@ __all__: list[str] = []
 
 
 class Reached:
-    """The attribute `zero3_reached` of a gradient: numbers of slots. A gradient without it is of
-    all slots.
+    """The slots that the gradients of one reduction are of.
 
     What other ranks say is read when somebody asks: the host waits for it.
     """
 
-    __slots__ = ("_here", "_told", "part")
+    __slots__ = ("_here", "_told")
 
-    def __init__(
-        self,
-        here: Iterable[int],
-        told: Iterable[Tensor] = (),
-        part: frozenset[int] = frozenset(),
-    ) -> None:
-        """`told`: what ranks say together, `[n]`, one for each reduction; compute has waited for
-        it when it is read. `part`: the slots that the gradient is for.
-        """
-        self._here, self._told, self.part = frozenset(here), [*told], part
+    def __init__(self, here: Iterable[int], told: Tensor | None) -> None:
+        """`told`: takes what ranks say together, `[n]`; None if there is no other rank."""
+        self._here, self._told = frozenset(here), told
 
     def listen(self, trailer: Tensor) -> None:
-        """Copies what ranks say out of the trailer of a reduction, in its lane."""
-        for told in self._told:
-            told.copy_(trailer[: told.numel()])
+        """Copies what ranks say out of the trailer of the reduction, in its lane."""
+        if self._told is not None:
+            self._told.copy_(trailer[: self._told.numel()])
 
     def slots(self) -> frozenset[int]:
-        """Those of the whole chunk, on all ranks."""
-        for told in self._told:
-            if not told.is_meta:  # on paper other ranks have nothing to say
-                self._here |= {slot for slot, any_rank in enumerate(told.tolist()) if any_rank}
-        self._told = []
+        """Of the whole chunk, on all ranks. Compute has waited for the reduction."""
+        told, self._told = self._told, None
+        if told is not None and not told.is_meta:  # on paper other ranks have nothing to say
+            self._here |= {slot for slot, any_rank in enumerate(told.tolist()) if any_rank}
         return self._here
-
-    @property
-    def nothing(self) -> bool:
-        """Whether none of the part's slots is among them."""
-        return self.part.isdisjoint(self.slots())
-
-    def of(self, part: frozenset[int]) -> Reached:
-        return Reached(self._here, self._told, part)
-
-    def joined(self, other: Reached) -> Reached:
-        return Reached(self._here | other._here, [*self._told, *other._told], self.part)
-
-
-def reached_by(gradient: Tensor | None) -> Reached | None:
-    """None: all slots, or there is no gradient."""
-    return getattr(gradient, "zero3_reached", None)
 
 
 class Unreached:
-    """The slots of a chunk that no gradient has reached since the chunk's was zeroed."""
+    """The slots of a chunk that no gradient has reached since the chunk's was zeroed. The optimizer
+    leaves their elements alone, unless somebody else has put a gradient there.
+    """
 
-    __slots__ = ("_all", "landed", "slots")
+    __slots__ = ("_placed", "_slots", "landed", "maybe")
 
-    def __init__(self, slots: int) -> None:
-        self.slots: frozenset[int] = frozenset()
-        self.landed: Reached | None = None  # of what is not settled
-        self._all = frozenset(range(slots))
+    def __init__(self) -> None:
+        self._slots: frozenset[int] = frozenset()
+        self.landed: list[Reached] = []  # what is not read yet
+        self.maybe = False  # whether there may be any
+        # gradients that were none before these landed, and their versions then, by part
+        self._placed: dict[int, tuple[Tensor, int]] = {}
 
-    def land(self, reached: Reached | None) -> None:
-        """`reached`: by a gradient that lands, None for all."""
-        self.landed, self.slots = reached, frozenset()
+    @property
+    def slots(self) -> frozenset[int]:
+        landed, self.landed = self.landed, []
+        self._slots = self._slots.difference(*(reached.slots() for reached in landed))
+        self.maybe = bool(self._slots)
+        return self._slots
 
-    def settle(self, gradients: Iterable[Tensor]) -> None:
-        """`gradients`: those that this rank's part of the chunk has."""
-        of = [reached_by(gradient) for gradient in gradients] or [self.landed]
-        found = [reached.slots() for reached in of if reached is not None]
-        self.slots, self.landed = frozenset(), None
-        if len(found) == len(of):
-            self.slots = self._all.difference(*found)
+    def land(self, reached: Reached | None, zeroed: frozenset[int]) -> None:
+        """A gradient lands that has reached these slots, None for all. `zeroed`: those that had
+        none.
+        """
+        if reached is None:
+            self.forget()
+            self._slots = frozenset()
+        else:
+            self._slots |= zeroed
+            self.landed.append(reached)
+        self.maybe = reached is not None
+
+    def place(self, part: int, gradient: Tensor) -> None:
+        """It is all that landed in that part."""
+        self._placed[part] = gradient, gradient._version
+
+    def is_placed(self, part: int, gradient: Tensor | None) -> bool:
+        """Whether nobody has added to it since, as autograd does for a penalty over chunks."""
+        placed, version = self._placed.get(part, (None, 0))
+        return gradient is not None and placed is gradient and gradient._version == version
 
     def forget(self) -> None:
-        self.slots = frozenset()
+        """What has landed is dropped, or everything is known of it."""
+        self.landed, self._placed = [], {}

@@ -22,8 +22,8 @@ from torch import nn
 from ..comm.communicator import Communicator
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
 from .backward import Backward, LayerCall, LayerTrace
-from .chunk import Lifetime
 from .collectives import Activity, Agree, CompareLogs, Look, Round
+from .full_buffer import Lifetime
 from .layer_state import LayerState, Presence, may_get_gradients
 from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, Order
 
@@ -280,9 +280,9 @@ class Runtime:
 
     # -- the call of a layer
 
-    def pre_forward(self, state: LayerState) -> None:
+    def pre_forward(self, state: LayerState, given: object) -> None:
         """[F2] Releases the layer of the last call, waits for this layer's parameters, and starts
-        to fetch the next layers.
+        to fetch the next layers. `given`: the call's arguments.
         """
         # ranks do not compare: they may differ here
         if state.resident or self.backward.is_recomputing(state):
@@ -290,7 +290,14 @@ class Runtime:
             state.fetch()
             start = self._trace.begin() if self._trace is not None else 0
             self.frames.append(
-                Frame(state, start, graph_clock(), recomputes=True, fetched_here=gone)
+                Frame(
+                    state,
+                    start,
+                    graph_clock(),
+                    recomputes=True,
+                    fetched_here=gone,
+                    older=frozenset() if state.resident else nodes_since(0, tensors_in(given)),
+                )
             )
             return
         if self._trace is None:
@@ -326,6 +333,7 @@ class Runtime:
         state.let_escape(seen)
         nodes = nodes_since(frame.clock, seen)
         if frame.recomputes:
+            nodes -= frame.older
             # a reentrant checkpoint walks this graph itself; others drop it
             if self._trace is not None and nodes:
                 self.backward.follow(

@@ -4,7 +4,7 @@ its forward. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -197,6 +197,9 @@ class Frame(Generic[L]):
     # whether the call is not recorded: a recomputation, or inside `resident`
     recomputes: bool = False
     fetched_here: bool = True  # whether this forward has fetched the layer
+    # nodes behind the arguments. A recomputation's clock says nothing of those: on a GPU it has
+    # another thread than the forward that made them, and so other numbers
+    older: Set[Any] = frozenset()
 
 
 class CallStack(Generic[L]):

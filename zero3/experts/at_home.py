@@ -27,7 +27,7 @@ from ..comm.log import Entry
 from ..core.autograd import inside_backward
 from ..core.casting import cast
 from ..core.layer_state import LayerState
-from .finding import cuts, inputs_of
+from .finding import count_of, cuts, inputs_of
 
 __all__: list[str] = []
 
@@ -49,9 +49,13 @@ _DOING = (
 )
 
 # One word of 64 bits tells a rank how many rows come, of how many pairs of a token and an expert,
-# and whether their rank needs gradients.
-_PAIRS, _NEEDS = 31, 62  # from which bit on
-_ROWS = (1 << _PAIRS) - 1
+# the lengths of elements of hidden states and weights, and whether their rank needs gradients.
+_PAIRS, _LENGTHS, _NEEDS = 26, 54, 62  # from which bit on
+_ROWS, _MOST = (1 << _PAIRS) - 1, (1 << _LENGTHS - _PAIRS) - 1
+# of hidden states, weights and experts' numbers, those that go each way
+_PARTS = (0, 3, 1, 1, 2)
+
+More = tuple[tuple[Any, ...], dict[str, Any]]  # further arguments of experts
 
 
 class Route(NamedTuple):
@@ -62,17 +66,31 @@ class Route(NamedTuple):
     sent: Sequence[int]  # rows, to each rank
     received: Sequence[int]
     words: Sequence[int]  # what this rank has told each rank
+    widths: tuple[int, int, int]  # bytes of a row: hidden state, weights, experts' numbers
     pairs: int  # of a row that has come and an expert
     needed: bool  # whether any rank needs gradients
+    call: int = -1  # its number since a guard began
+
+
+@dataclass(slots=True)
+class _GuardedCall:
+    """One in a guard."""
+
+    route: Route
+    index: Tensor  # [T, k]
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """Something goes from each rank to each other. `again`: for a recomputation."""
+    """Something goes from each rank to each other. `again`: for a recomputation. `call`: the number
+    of the experts' call, see `Route`.
+    """
 
     layer: Any
     way: Way
     again: bool
+    call: int
     home: Any = field(compare=False, repr=False)
     mine: Any = field(default=None, compare=False, repr=False)
     moves: ClassVar[bool] = True
@@ -85,7 +103,7 @@ class Trip:
 
     def take_part(self) -> None:
         """With no tokens, and zeros for those of others."""
-        self.home.answer(self.way, again=self.again)
+        self.home.answer(self.way, self.call, again=self.again)
 
 
 class AtHome:
@@ -99,17 +117,19 @@ class AtHome:
     ) -> None:
         """`casts`: the dtypes of hidden states and of the result."""
         among, block = dealing.among, dealing.block
-        self.experts: int = module.num_experts  # type: ignore[assignment]
+        self.experts = count_of(module)
         self.first, self.end = cuts(self.experts, among.world_size)[block : block + 2]
         self._names, self._casts, self._among = inputs_of(module), casts, among
         self._ends: Tensor | None = None  # [G] the ends of blocks, where tokens are
         self._state: Callable[[], LayerState | None] = lambda: None
         self._naming: list[NamingFailures] = []
         self._entries: list[Entry] = []
-        # for `step_guard`: what this rank would send if it had to answer without computing
-        self._widths: dict[Way, tuple[int, ...]] = {}
-        self._routes: list[Route] = []
-        self._guarded_by: object = None
+        # for `step_guard`: what this rank would send if it had to answer without computing. Of each
+        # guard, as long as there is its conductor: its calls
+        self._guarded: weakref.WeakKeyDictionary[Any, dict[int, _GuardedCall]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._latest = 0, 0, 0, 0  # H, k, and the lengths of their elements
 
     def serve(self, state: LayerState) -> None:
         """It is the call of this layer from now on."""
@@ -128,14 +148,14 @@ class AtHome:
     def __call__(self, module: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         hidden, index, weights = (given.pop(name) for name in self._names)
-        hidden = cast(hidden, self._casts[0])
+        hidden, more = cast(hidden, self._casts[0]), (args[3:], given)
         state = self._layer()
         if state.pinned:
-            return cast(self._whole(state, module, hidden, index, weights, **given), self._casts[1])
+            made = self._whole(state, module, hidden, index, weights, *args[3:], **given)
+            return cast(made, self._casts[1])
+        _refuse_tensors(state, more)
         try:
-            return cast(
-                self._travel(state, module, (hidden, index, weights), given), self._casts[1]
-            )
+            return cast(self._travel(state, module, (hidden, index, weights), more), self._casts[1])
         finally:
             if not inside_backward():
                 state.keep()  # outside of the module's own forward, nobody sees a part of experts
@@ -157,13 +177,13 @@ class AtHome:
         state: LayerState,
         module: Callable[..., Any],
         inputs: tuple[Tensor, Tensor, Tensor],
-        more: dict[str, Any],
+        more: More,
     ) -> Tensor:
         hidden, index, weights = inputs
         needs = torch.is_grad_enabled() and (
             hidden.requires_grad or weights.requires_grad or bool(state.trainable())
         )
-        route = self._find_route(state, index, needs=needs)
+        route = self._find_route(state, inputs, needs=needs)
         anchor = hidden.new_empty(0, requires_grad=route.needed)
         sent = hidden, weights, index.to(torch.int32)
         rows, weight, number = _There.apply(*sent, anchor, route)  # type: ignore[no-untyped-call]
@@ -188,21 +208,27 @@ class AtHome:
         rows: Tensor,
         number: Tensor,
         weight: Tensor,
-        more: dict[str, Any],
+        more: More,
     ) -> Tensor:
         module.num_experts = self.end - self.first
         try:
-            made: Tensor = module(rows, number, weight, **more)
+            made: Tensor = module(rows, number, weight, *more[0], **more[1])
             return made
         finally:
             module.num_experts = self.experts
 
-    def _find_route(self, state: LayerState, index: Tensor, *, needs: bool) -> Route:
+    def _find_route(
+        self, state: LayerState, inputs: tuple[Tensor, Tensor, Tensor], *, needs: bool
+    ) -> Route:
+        hidden, index, weights = inputs
+        lengths = hidden.element_size(), weights.element_size()
+        self._latest = hidden.shape[1], index.shape[1], *lengths
         if index.is_meta:  # of a plan
             return self._balanced(index, needs=needs)
         if self._ends is None or self._ends.device != index.device:
             ends = cuts(self.experts, self._among.world_size)[1:]
             self._ends = torch.tensor(ends, device=index.device)
+        same = lengths[0] << _LENGTHS | lengths[1] << _LENGTHS + 4 | int(needs) << _NEEDS
         with torch.no_grad():
             owner = torch.bucketize(index, self._ends, right=True)  # [T, k]
             tokens, ranks = len(index), len(self._ends)
@@ -210,15 +236,16 @@ class AtHome:
             goes.t().scatter_(1, owner, True)
             pairs = torch.zeros(ranks, dtype=torch.int64, device=index.device)
             pairs.scatter_add_(0, owner.reshape(-1), torch.ones_like(owner).reshape(-1))
-            words = goes.sum(1) + (pairs << _PAIRS) + (int(needs) << _NEEDS)
-            sent, came = self._conduct(state, Way.COUNTS, words)
-            rows = rows_of(came)
-            here = sum(word >> _PAIRS & _ROWS for word in came)
-            leave = rows_of(sent)
+            words = goes.sum(1) + (pairs << _PAIRS) + same
+            call = self._number_of_call(state, index)
+            sent, came = self._conduct(state, Way.COUNTS, call, words)
+            leave, rows = rows_of(sent), rows_of(came)
             source = goes.view(-1).nonzero_static(size=sum(leave)).squeeze(1) % max(1, tokens)
-        route = Route(self, source, leave, rows, sent, here, any(word >> _NEEDS for word in came))
-        if state.gradients.holds and not inside_backward():
-            self._hold(state, route._replace(source=index.index_select(0, source).int()))
+        here = sum(word >> _PAIRS & _MOST for word in came)
+        needed, widths = any(word >> _NEEDS for word in came), _widths(*self._latest)
+        route = Route(self, source, leave, rows, sent, widths, here, needed, call)
+        if call >= 0 and not inside_backward():
+            self._calls(state)[call] = _GuardedCall(route, index)
         return route
 
     def _balanced(self, index: Tensor, *, needs: bool) -> Route:
@@ -230,22 +257,19 @@ class AtHome:
         sent, own = [round(tokens * share) for share in reach], self.end - self.first
         here = round(tokens * (1 - math.comb(self.experts - own, used) / all_choices))
         pairs = tokens * used * len(sizes) * own // self.experts
-        source = index.new_empty(sum(sent))
-        return Route(self, source, sent, [here] * len(sizes), sent, pairs, needs)
+        source, came = index.new_empty(sum(sent)), [here] * len(sizes)
+        return Route(self, source, sent, came, sent, _widths(*self._latest), pairs, needs)
 
     # -- exchanges
 
     def travels(self, way: Way, route: Route, *parts: Tensor) -> list[Tensor]:
         """Sends the rows of `parts`, side by side."""
-        state = self._layer()
-        found: list[Tensor] = self._conduct(state, way, route, parts)
-        if way is Way.GRADIENTS_BACK and self._routes:
-            self._routes.pop()
+        found: list[Tensor] = self._conduct(self._layer(), way, route.call, route, parts)
         return found
 
-    def _conduct(self, state: LayerState, way: Way, *mine: Any) -> Any:
+    def _conduct(self, state: LayerState, way: Way, call: int, *mine: Any) -> Any:
         again = way <= Way.BACK and inside_backward()
-        return state.conductor.conduct(Trip(state, way, again, self, mine))
+        return state.conductor.conduct(Trip(state, way, again, call, self, mine))
 
     def swap(self, way: Way, *mine: Any) -> Any:
         """Makes an exchange. It works on the compute stream."""
@@ -260,15 +284,18 @@ class AtHome:
         return found
 
     def _swap_rows(self, way: Way, route: Route, parts: Sequence[Tensor]) -> list[Tensor]:
-        widths = tuple(each.shape[1] * each.element_size() for each in parts)
-        self._widths[way] = widths
+        widths = [each.shape[1] * each.element_size() for each in parts]
         flat = [_bytes(each, width) for each, width in zip(parts, widths, strict=True)]
         came = self._swap_bytes(way, route, flat[0] if len(flat) == 1 else torch.cat(flat, 1))
+        # what begins inside of a row has to be copied, also out of a single row, where it is
+        # contiguous as it is: views in another dtype need an aligned beginning
         return [
-            cut.contiguous().view(each.dtype).view(-1, each.shape[1])
-            if len(cut)
-            else each.new_empty((0, each.shape[1]))
-            for cut, each in zip(torch.split(came, list(widths), 1), parts, strict=True)
+            (cut if len(parts) == 1 else cut.clone(memory_format=torch.contiguous_format)).view(
+                each.dtype
+            )
+            if cut.numel()
+            else each.new_empty((len(cut), each.shape[1]))
+            for cut, each in zip(torch.split(came, widths, 1), parts, strict=True)
         ]
 
     def _swap_bytes(self, way: Way, route: Route, flat: Tensor) -> Tensor:
@@ -285,39 +312,77 @@ class AtHome:
 
     # -- for `step_guard`
 
-    def _hold(self, state: LayerState, route: Route) -> None:
-        """Notes a call, with the experts' numbers that it sends in the place of `source`, until its
-        backward is over. Each guard has its own.
-        """
-        if self._guarded_by is not state.conductor:
-            self._guarded_by = state.conductor
-            self._routes.clear()
-        self._routes.append(route)
+    def _calls(self, state: LayerState) -> dict[int, _GuardedCall]:
+        """The calls since the guard began."""
+        return self._guarded.setdefault(state.conductor, {})
 
-    def answer(self, way: Way, *, again: bool) -> None:
+    def _number_of_call(self, state: LayerState, index: Tensor) -> int:
+        """Of a call in a guard; of a recomputation, it is that of the call with the same tokens:
+        the latest, if there are several, and one that was not recomputed, if there is one.
+        """
+        if not state.gradients.holds:
+            return -1
+        calls = self._calls(state)
+        if not inside_backward():
+            return len(calls)
+        alike = [call for call in reversed(calls) if torch.equal(calls[call].index, index)]
+        found = next((call for call in alike if not calls[call].recomputed), max(calls))
+        calls[found].recomputed = True
+        return found
+
+    def answer(self, way: Way, call: int, *, again: bool) -> None:
         """Takes part in an exchange with nothing to give, after a failure: sends zeros for as many
         rows as the others expect.
         """
         state = self._layer()
+        calls = self._calls(state)
         if way is Way.COUNTS:
-            told = self._routes[-1].words if again else [0] * self._among.world_size
+            told = calls[call].route.words if again else [0] * self._among.world_size
             words = torch.tensor(told, dtype=torch.int64, device=state.device)
             sent, came = self.swap(way, words)
             if not again:
-                rows = rows_of(came)
-                nothing = torch.empty((0, 1), dtype=torch.int32, device=state.device)
-                self._hold(state, Route(self, nothing, sent, rows, sent, 0, needed=False))
+                calls[call] = self._call_without_tokens(sent, came, state.device)
             return
-        route = self._routes[-1]
+        route, back = calls[call].route, way in (Way.BACK, Way.GRADIENTS_BACK)
         state.log.entries.append(self._entries[way])
-        n = sum(route.received if way in (Way.BACK, Way.GRADIENTS_BACK) else route.sent)
-        zeros = torch.zeros((n, sum(self._widths[way])), dtype=torch.uint8, device=state.device)
+        n, widths = sum(route.received if back else route.sent), route.widths[: _PARTS[way]]
+        zeros = torch.zeros((n, sum(widths)), dtype=torch.uint8, device=state.device)
         if way is Way.THERE and n:  # to the same experts again, since others recompute
-            zeros[:, -self._widths[way][-1] :] = route.source.view(torch.uint8)
+            numbers = calls[call].index.index_select(0, route.source).int()
+            zeros[:, -widths[-1] :] = numbers.view(torch.uint8)
         with self._naming[way]:
             self._swap_bytes(way, route, zeros)
-        if way is Way.GRADIENTS_BACK:
-            self._routes.pop()
+
+    def _call_without_tokens(
+        self, sent: list[int], came: list[int], device: torch.device
+    ) -> _GuardedCall:
+        latest = self._latest
+        for word in filter(None, came):  # who computes knows the lengths
+            latest = (*latest[:2], word >> _LENGTHS & 15, word >> _LENGTHS + 4 & 15)
+        nothing, rows = torch.empty(0, dtype=torch.int64, device=device), rows_of(came)
+        route = Route(self, nothing, sent, rows, sent, _widths(*latest), 0, needed=False)
+        return _GuardedCall(route, nothing.view(0, 1))
+
+
+def _widths(hidden: int, used: int, length: int, of_weights: int) -> tuple[int, int, int]:
+    return hidden * length, used * of_weights, used * 4
+
+
+def _refuse_tensors(state: LayerState, more: More) -> None:
+    """
+    Raises:
+        ValueError: Something else than the three inputs of experts is a tensor. It would reach the
+            owner's module as the owner has it, and not as the tokens' rank has.
+    """
+    for name, value in (*enumerate(more[0], 4), *more[1].items()):
+        if isinstance(value, Tensor):
+            raise ValueError(
+                f"rank {state.communicator.rank}: layer {state.label} (experts, with "
+                f"expert_parallel=True) was called with a tensor {list(value.shape)} as argument "
+                f"{name!r}, expected are (hidden_states, top_k_index, top_k_weights): no other "
+                "tensor travels with the tokens. Make it a parameter or a plain number, or gather "
+                "these experts"
+            )
 
 
 def rows_of(words: Sequence[int]) -> list[int]:

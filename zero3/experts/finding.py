@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from torch import nn
 
-from ..comm.factory import is_dealt
 from ..core.layout import ChunkLayout, side_by_side
 from ..core.sites import ParameterSites
 
@@ -38,37 +37,42 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
-def experts_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The experts inside of a model, by name. Those that are tied to other modules are left out.
+def count_of(experts: nn.Module) -> int:
+    """How many there are."""
+    return experts.num_experts  # type: ignore[return-value]
 
-    Raises:
-        ValueError: An adapter changes the parameters of experts when they are called.
-    """
+
+def tied(model: nn.Module) -> set[int]:
+    """The ids of parameters that several modules have."""
     owners = Counter(
         id(parameter)
         for module in model.modules()
         for parameter in module._parameters.values()
         if parameter is not None
     )
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if module is not model
-        and is_experts(module)
-        and all(owners[id(own)] == 1 for own in module.parameters(recurse=False))
-    ]
-    inside = {id(module) for _, module in found}
-    for name, module in model.named_modules():  # peft's `target_parameters`
+    return {key for key, count in owners.items() if count > 1}
+
+
+def check_adapters(model: nn.Module, experts: Container[int]) -> None:
+    """
+    Args:
+        model: Any module.
+        experts: The ids of modules that stay at home.
+
+    Raises:
+        ValueError: An adapter of peft (`target_parameters`) changes the parameters of experts when
+            they are called.
+    """
+    for name, module in model.named_modules():
         adapted = getattr(module, "parameter_name", None)
         if type(module).__name__ == "ParamWrapper" and any(
-            id(m) in inside for m in module.modules()
+            id(inner) in experts for inner in module.modules()
         ):
             raise ValueError(
                 f"expert_parallel=True, and an adapter of peft changes parameter {adapted!r} of "
                 f"experts, {name!r} (target_parameters): its factors would have to be cut as the "
                 "experts are. Train adapters on other modules (target_modules)"
             )
-    return found
 
 
 def no_experts(what: str) -> ValueError:
@@ -82,6 +86,7 @@ def no_experts(what: str) -> ValueError:
 
 
 def check_experts(
+    module: nn.Module,
     prefix: str,
     found: Sequence[ParameterSites],
     sharded: Sequence[ParameterSites],
@@ -89,8 +94,17 @@ def check_experts(
 ) -> None:
     """
     Raises:
-        ValueError: A parameter of experts is to be left alone, or quantised.
+        ValueError: A parameter of experts is to be left alone, or quantised; or the experts have a
+            buffer with a row for each of them.
     """
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.dim() and len(buffer) == count_of(module):
+            raise ValueError(
+                f"expert_parallel=True, and {prefix + name!r} is a buffer {list(buffer.shape)} of "
+                f"{count_of(module)} experts: buffers are whole on every rank, which numbers its "
+                "own experts from 0 while it computes, and would take others' rows. Make it a "
+                "parameter that does not train, or gather these experts"
+            )
     for sites in found:
         name = prefix + sites.name
         if "." not in sites.name and sites not in sharded:
@@ -105,19 +119,6 @@ def check_experts(
                 "(expert_parallel=True): their bytes can't be cut at experts yet. Leave them out "
                 "(select= of the format), or gather experts"
             )
-
-
-def check_mesh(process_group: object, *, expert_parallel: bool) -> None:
-    """
-    Raises:
-        ValueError: It is a mesh over which experts are dealt, and none are.
-    """
-    if is_dealt(process_group) and not expert_parallel:
-        raise ValueError(
-            'process_group is a mesh with the dimension "ep", over which experts are dealt, and no '
-            "layer has a policy with expert_parallel=True and experts: give it, or a mesh "
-            '("dp_replicate", "dp_shard")'
-        )
 
 
 def inputs_of(module: nn.Module) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ There is no collective here, but for stage 1, where the first look at a gradient
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -51,7 +52,10 @@ class Steps:
         for layer in _layers_of(optimizer, ignored_by) if self._listeners else ():
             layer.conductor.conduct(Use(layer, "an optimizer's step"))
         steps = self._known.get(optimizer)
-        if steps is None or steps.groups != len(optimizer.param_groups):
+        held = 0
+        for group in optimizer.param_groups:
+            held += len(group["params"])
+        if steps is None or steps.held != held:
             # zero3's own have others in them, which are looked at themselves
             if type(optimizer).__module__.startswith("zero3."):
                 return None
@@ -64,8 +68,8 @@ class Steps:
         for owner in steps.owners:
             state = owner()
             for account in state.gradients.accounts.values() if state is not None else ():
-                if account.unreached.slots or account.owed:
-                    return steps.begin(optimizer)
+                if account.unreached.maybe or account.owed:
+                    return steps.begin(optimizer, args, kwargs)
         return None
 
 
@@ -85,17 +89,23 @@ def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[L
     return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
 
 
+class _Running(dict[str, Any]):
+    """The keyword arguments of a step: alive as long as it runs."""
+
+
 class _Watched:
     """The steps of one optimizer. It does not hold the optimizer, nor a model."""
 
     def __init__(self, optimizer: Optimizer, warned: WeakSet[object]) -> None:
         """`warned`: of parameters that no gradient reached: the backwards of models."""
-        self.groups = len(optimizer.param_groups)
-        held = (p for group in optimizer.param_groups for p in group["params"])
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.held = len(held)
         states = dict.fromkeys(each for p in held if isinstance(each := state_of(p), LayerState))
         self.owners = [Owner(state) for state in states]
         self._left, self._warned = LeftAlone(), warned
         self._ends = False  # whether it hears of the steps' ends
+        # the outer one's, while a subclass's step calls its base's: a step that has raised is gone
+        self._step: weakref.ref[_Running] = weakref.ref(_Running())
 
     def _states(self) -> list[LayerState]:
         return [state for owner in self.owners if (state := owner()) is not None]
@@ -108,8 +118,18 @@ class _Watched:
             return []
         return [*empty_groups(optimizer, states), *_low_masters(optimizer, states, held)]
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """The gradients are there, or will be when somebody asks (stage 1)."""
+    def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The gradients are there, or will be when somebody asks (stage 1). Returns the arguments
+        of the step.
+        """
+        if self._step() is not None:
+            return None
+        step = _Running(kwargs)
+        self._step = weakref.ref(step)
+        self._look(optimizer)
+        return args, step
+
+    def _look(self, optimizer: Optimizer) -> None:
         states = self._states()
         if any(state.gradients.owed() and not shards_gradients(state.policy) for state in states):
             reduce_deferred(p.grad for group in optimizer.param_groups for p in group["params"])
@@ -118,9 +138,14 @@ class _Watched:
         if not spans or getattr(vars(optimizer).get("step"), "zero3_leaves_alone", False):
             return
         if not self._ends:
-            optimizer.register_step_post_hook(lambda stepped, *_: self._left.put_back(stepped))
+            optimizer.register_step_post_hook(lambda stepped, _, given: self._end(stepped, given))
             self._ends = True
         self._left.put_aside(optimizer, spans)
+
+    def _end(self, optimizer: Optimizer, kwargs: Any) -> None:
+        # none: another hook has put others in place of the arguments
+        if self._step() is None or kwargs is self._step():
+            self._left.put_back(optimizer)
 
     def _warn_of_unreached(self, states: list[LayerState]) -> None:
         backward = states[0].gradients.backward()
@@ -140,18 +165,21 @@ class _Watched:
     def begin_in_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer's closure may run the backward."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            return self.begin(optimizer)
+        if not callable(closure) or self._step() is not None:
+            return self.begin(optimizer, args, kwargs)
 
         def looked_at() -> Any:
             self._left.put_back(optimizer)
             loss = closure()
-            self.begin(optimizer)
+            self._look(optimizer)
             return loss
 
+        step = _Running(kwargs)
+        self._step = weakref.ref(step)
         if "closure" in kwargs:
-            return args, {**kwargs, "closure": looked_at}
-        return (args[0], looked_at, *args[2:]), kwargs
+            step["closure"] = looked_at
+            return args, step
+        return (args[0], looked_at, *args[2:]), step
 
 
 def _unreached(states: list[LayerState]) -> Iterator[str]:

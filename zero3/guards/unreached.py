@@ -4,6 +4,8 @@ share chunks, and an optimizer treats all elements of a chunk.
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 
 from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
-from ..core.reached import reached_by
 
 __all__: list[str] = []
 
@@ -28,17 +29,14 @@ def spans_unreached(states: Iterable[LayerState]) -> Spans:
         id(part.parameter): spans
         for state in states
         for chunk, account in state.gradients.accounts.items()
-        # in a step inside of backward nothing is settled
-        if account.unreached.slots or account.unreached.landed is not None
+        if account.unreached.maybe
         for part in chunk.parts
-        if (spans := _of(chunk, part))
+        if (spans := _of(chunk, part, account.unreached.slots))
     }
 
 
-def _of(chunk: Chunk, part: Part) -> list[slice]:
-    if (reached := reached_by(part.parameter.grad)) is None:
-        return []
-    missing = {chunk.layout.slots[number] for number in part.slots - reached.slots()}
+def _of(chunk: Chunk, part: Part, unreached: frozenset[int]) -> list[slice]:
+    missing = {chunk.layout.slots[number] for number in part.slots & unreached}
     found: list[slice] = []
     for piece in chunk.pieces:
         if piece.slot in missing and part.start <= piece.offset < part.stop:
@@ -58,10 +56,13 @@ class LeftAlone:
     """
 
     def __init__(self) -> None:
-        self._aside: list[tuple[nn.Parameter, slice, Tensor, dict[Any, Tensor]]] = []
+        self._aside: list[
+            tuple[dict[str, Any], nn.Parameter, slice, Tensor, dict[Any, Tensor]]
+        ] = []
 
     @torch.no_grad()
     def put_aside(self, optimizer: torch.optim.Optimizer, spans: Spans) -> None:
+        self._aside = []  # of a step that has raised
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -70,23 +71,19 @@ class LeftAlone:
                     untouched = ~parameter.grad.as_subclass(Tensor)[span].any()
                     tensors = _tensors(optimizer, parameter)
                     before = {key: each[..., span].clone() for key, each in tensors}
-                    if not group.get("weight_decay"):
-                        before[_STILL] = before[_VALUES]
-                    self._aside.append((parameter, span, untouched, before))
+                    self._aside.append((group, parameter, span, untouched, before))
 
     @torch.no_grad()
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
         aside, self._aside = self._aside, []
-        for parameter, span, untouched, before in aside:
-            for key, tensor in _tensors(optimizer, parameter):
+        for group, parameter, span, untouched, before in aside:
+            tensors = _tensors(optimizer, parameter)
+            if any(key not in before for key, _ in tensors):
+                before = {**state_begun(optimizer, group, before[_VALUES]), **before}
+            for key, tensor in tensors:
                 new = tensor[..., span]
-                if key in before:
-                    old = before[key]
-                elif _STILL in before:
-                    continue  # without decay it is as the optimizer makes it
-                else:
-                    old = _as_made(new, before[_VALUES])
-                new.copy_(torch.where(untouched.to(new.device), old, new))
+                old = before.get(key, new.new_zeros(()))
+                new.copy_(torch.where(untouched.to(new.device), old.to(new.device), new))
 
 
 @contextmanager
@@ -109,13 +106,33 @@ def _tensors(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[
     return [(_VALUES, parameter.data), *alike]
 
 
-_VALUES, _STILL = object(), object()  # in place of a key
+_VALUES = object()  # in place of a key
 
 
-def _as_made(new: Tensor, values: Tensor) -> Tensor:
-    """What an optimizer begins with, of state that this step has made, and that only decay can
-    have changed: a copy of the values, as for an average of them, or 0.
+@torch.no_grad()
+def state_begun(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], values: Tensor
+) -> dict[Any, Tensor]:
+    """The state that an optimizer begins with for a parameter of these values, as far as it is as
+    long: after a step without a gradient, and without decay.
     """
-    values = values.to(new.device)
-    is_copy = (new - values).abs() < new.abs()
-    return torch.where(is_copy, values.to(new.dtype), 0)
+    parameter = nn.Parameter(values.detach().clone())
+    parameter.grad = torch.zeros_like(parameter)
+    alike = {key: value for key, value in vars(optimizer).items() if key != "step"}
+    alike |= {key: OrderedDict() for key in alike if key.startswith("_optimizer_")}  # hooks
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    still = {"weight_decay": 0.0} if "weight_decay" in options else {}
+    alike["param_groups"] = [{"params": [parameter], **options, **still}]
+    alike["state"] = defaultdict(dict)
+    try:
+        twin = object.__new__(type(optimizer))
+        twin.__setstate__(alike)
+        twin.step()
+    except Exception:  # of any kind, since the optimizer may be of any library
+        return {}
+    # a copy of the values is one of those that decay by another name (ASGD's) has not changed
+    return {
+        key: torch.where(each == parameter, values.to(each.dtype), each)
+        for key, each in _tensors(twin, parameter)
+        if key is not _VALUES
+    }

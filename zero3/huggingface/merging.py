@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,13 @@ from ..names import innermost
 from ..optim.state_memory import land_steps
 from .index_maps import IndexMap
 from .key_mapping import fit, without_adapters
-from .outputs import bytes_in, check_unmixed, outputs_of_model, shards_of
+from .outputs import bytes_in, check_unmixed, has_adapters, outputs_of_model, shards_of
 from .packed import find_packed
 from .reading import SliceReader
-from .save_pretrained import Export, write_values
+from .save_pretrained import Export, fill
 from .weights import WeightWalk
 
 __all__: list[str] = []
-
-_AT_ONCE = 1 << 20  # elements
 
 
 def save_merged(
@@ -91,21 +89,30 @@ def save_merged(
             walk = WeightWalk(contents, outputs, adapted, read)
             lines += export.lines
             lines += originals.lines if originals is not None else []
-        export.write(partial(_fill, walk))
+        export.write(partial(fill, walk))
 
 
 def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, list[nn.Module]]:
     """Gives tensors the names that they have in the model without adapters. Returns that model, and
     the modules that may have adapters.
+
+    Raises:
+        ValueError: They are of a kind that has no merge.
     """
-    added = getattr(getattr(model, "base_model", None), "prefix", None)
-    if not isinstance(added, str) or not hasattr(model, "peft_config"):
+    if not has_adapters(model):
         return model, []
+    prefix = getattr(model.base_model, "prefix", None)  # of what peft has added
+    if not hasattr(model.base_model, "merge_adapter") or not isinstance(prefix, str):
+        kinds = ", ".join(sorted({str(c.peft_type.value) for c in model.peft_config.values()}))
+        raise ValueError(
+            f"adapters of the kind {kinds} can't be merged: no weight of the base stands for them. "
+            "Save them beside it (zero3.save_pretrained), or stream them (adapters_only=True)"
+        )
     every = {name: name for names in contents.names.values() for name in names}
     contents.rename(
         {
             name: ours
-            for theirs, name in without_adapters(every, added).items()
+            for theirs, name in without_adapters(every, prefix).items()
             if (ours := _chosen(theirs, model))
         }
     )
@@ -140,33 +147,3 @@ class _Originals:
 
     def read(self, parameter: nn.Parameter, target: Tensor) -> None:
         self._reader.read(self._maps[id(parameter)], 0, target.view(-1))
-
-
-def _fill(walk: WeightWalk, export: Export) -> None:
-    """Every rank writes its share of each tensor."""
-    error: Exception | None = None
-    contents = export.contents
-    places = {
-        output.name: (file, place)
-        for file in export.shards
-        for output, place in export.places(file)
-    }
-    for output, fill, _ in walk.tensors():
-        file, place = places[output.name]
-        low, high = contents.share(output.numel)
-        # ranks may have other values: rank 0's count
-        if all(source in contents.others for source in output.index_map.sources):
-            low, high = 0, output.numel if contents.is_first else 0
-        try:
-            with export.opened(file) if error is None and low < high else nullcontext() as opened:
-                for start in range(low, high, _AT_ONCE) if opened is not None else ():
-                    numel = min(_AT_ONCE, high - start)
-                    values = torch.empty(numel, dtype=output.dtype, device=contents.device)
-                    fill(values, start)
-                    where = place + start * output.dtype.itemsize
-                    write_values(opened, where, values, output.dtype)
-        # this rank goes on, because the others need it to gather
-        except Exception as caught:
-            error = caught
-    if error is not None:
-        raise error

@@ -70,6 +70,12 @@ class Output(NamedTuple):
         )
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether it is a model of peft's."""
+    kept = getattr(model, "peft_config", None)
+    return isinstance(kept, dict) and hasattr(model, "get_base_model")
+
+
 def outputs_of_model(
     model: nn.Module, contents: Contents, extra: Iterable[str], dtype: torch.dtype | None
 ) -> list[Output]:

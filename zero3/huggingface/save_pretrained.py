@@ -7,8 +7,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import full_params, states_of, used
+from ..access import states_of, used
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
@@ -28,22 +28,22 @@ from ..comm.plain_values import unreadable
 from ..core.parameters import named
 from ..names import innermost
 from ..optim.state_memory import land_steps
-from .index_maps import Computed
 from .outputs import (
     Output,
     bytes_in,
     check_unmixed,
+    has_adapters,
     index_of,
     outputs_of_adapter,
     outputs_of_model,
     shards_of,
-    state_of_adapter,
 )
+from .weights import WeightWalk
 
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
-_AT_ONCE = 1 << 20  # elements looked up one by one together
+_AT_ONCE = 1 << 20  # elements that are put together
 _METADATA = (("format", "pt"),)
 _BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -66,8 +66,8 @@ def save_pretrained(
 
     Every rank calls it. Each rank writes the bytes of its own chunks at their place in the files, a
     few MB at a time, and no rank holds a whole tensor. Names, ties and experts are as
-    `transformers` writes them. Only a tensor that its files have transposed is put together on all
-    ranks, one at a time. Tokenizer files are copied from the directory that the model was loaded
+    `transformers` writes them. Only layers whose files have a tensor transposed are gathered, one
+    at a time. Tokenizer files are copied from the directory that the model was loaded
     from. Files get their names when they are complete, and the index gets its name last.
 
     Args:
@@ -100,19 +100,18 @@ def save_pretrained(
             raise wrong
         land_steps(states_of(model))
         exports = list(_exports(model, Path(path), bytes_in(max_shard_size), dtype))
-        lines += [line for export in exports for line in export.lines]
-    for export in exports:
-        export.write(_fill)
+        lines += [line for _, export in exports for line in export.lines]
+    for walk, export in exports:
+        export.write(partial(_write, walk))
 
 
 def _exports(
     model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None
-) -> Iterator[Export]:
+) -> Iterator[tuple[WeightWalk, Export]]:
     contents = Contents(model, "save_pretrained")
     extra = _extra_tensors(model, contents)
-    model = innermost(model)
-    adapters = getattr(model, "peft_config", None)
-    if not isinstance(adapters, dict) or not hasattr(model, "get_base_model"):
+    owner: Any = innermost(model)
+    if not has_adapters(owner):
         contents.others.update(extra)
         check_unmixed(directory, None)
         if quantized := [
@@ -122,19 +121,20 @@ def _exports(
                 f"save_pretrained of a quantised model would write codes for {named(quantized)}: "
                 "use zero3.save_merged"
             )
-        yield Export(
-            model,
-            contents,
-            directory,
-            shards_of(outputs_of_model(model, contents, extra, dtype), max_bytes),
-            None,
-        )
+        outputs = outputs_of_model(owner, contents, extra, dtype)
+        export = Export(owner, contents, directory, shards_of(outputs, max_bytes), None)
+        yield WeightWalk(contents, _rearranged(outputs)), export
         return
-    for adapter in adapters:
-        outputs = outputs_of_adapter(model, adapter, contents, dtype)
+    for adapter, config in owner.peft_config.items():
+        outputs = outputs_of_adapter(owner, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
-        check_unmixed(place, str(getattr(adapters[adapter], "base_model_name_or_path", None) or ""))
-        yield Export(model, contents, place, {"adapter_model.safetensors": outputs}, adapter)
+        check_unmixed(place, str(getattr(config, "base_model_name_or_path", None) or ""))
+        export = Export(owner, contents, place, {"adapter_model.safetensors": outputs}, adapter)
+        yield WeightWalk(contents, _rearranged(outputs), encoder=(owner, adapter)), export
+
+
+def _rearranged(outputs: Iterable[Output]) -> list[Output]:
+    return [output for output in outputs if not output.index_map.is_by_ranges]
 
 
 def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
@@ -298,37 +298,19 @@ class Export:
                 file_operations.copy(source / name, self.directory / name)
 
 
-def _fill(export: Export) -> None:
-    """Every rank writes its slices. A tensor whose elements are rearranged is put together on
-    all ranks, and rank 0 writes it.
+def _write(walk: WeightWalk, export: Export) -> None:
+    """Every rank writes its slices. A tensor whose elements are rearranged is read from whole
+    layers.
     """
-    contents = export.contents
-    held = _held(contents)
-    scattered: list[tuple[str, int, Output]] = []
     error: Exception | None = None
+    held = _held(export.contents)
     for file in export.shards:
-        scattered += [
-            (file, place, output)
-            for output, place in export.places(file)
-            if not output.index_map.is_by_ranges
-        ]
         try:
             _fill_file(export, file, held)
-        # this rank goes on, because the other ranks need it to put tensors together below
+        # this rank goes on, because the other ranks need it to gather below
         except Exception as caught:
             error = error or caught
-    for file, place, output in scattered:
-        values = (
-            _computed(export, output)
-            if isinstance(output.index_map, Computed)
-            else _put_together(contents, output, held)
-        )
-        if contents.is_first and error is None:
-            try:
-                with export.opened(file) as opened:
-                    write_values(opened, place, values, output.dtype)
-            except Exception as caught:
-                error = caught
+    fill(walk, export)
     if error is not None:
         raise error
 
@@ -367,38 +349,34 @@ def _fill_file(export: Export, file: str, held: dict[str, list[tuple[int, Tensor
                         )
 
 
-def _put_together(
-    contents: Contents, output: Output, held: dict[str, list[tuple[int, Tensor]]]
-) -> Tensor:
-    """Returns the flattened tensor, on the CPU of every rank. All ranks call it."""
-    index_map = output.index_map
-    result = torch.empty(output.numel, dtype=contents.dtype(index_map.sources[0]))
-    for number, source in enumerate(index_map.sources):
-        full = torch.zeros(
-            torch.Size(contents.shape(source)).numel(),
-            dtype=contents.dtype(source),
-            device=contents.device,
-        )
-        for start, values in held.get(source, []):
-            full[start : start + values.numel()] = values
-        # as bytes: no value is rounded
-        contents.communicator.all_reduce(full.view(torch.uint8))
-        full = full.cpu()
-        for low in range(0, output.numel, _AT_ONCE):
-            numbers, at = index_map.locate(torch.arange(low, min(low + _AT_ONCE, output.numel)))
-            mine = numbers == number
-            result[low : low + len(at)][mine] = full[at[mine]]
-    return result
-
-
-def _computed(export: Export, output: Output) -> Tensor:
-    """Returns a flattened tensor that peft computes from a prompt encoder, which all ranks put
-    together: all of them call it.
-    """
-    model: Any = export.model
-    adapter = str(export.adapter)
-    with full_params(model.prompt_encoder[adapter]):
-        return state_of_adapter(model, adapter, {})[output.name].flatten()
+def fill(walk: WeightWalk, export: Export) -> None:
+    """Every rank writes its share of each tensor of the walk."""
+    error: Exception | None = None
+    contents = export.contents
+    places = {
+        output.name: (file, place)
+        for file in export.shards
+        for output, place in export.places(file)
+    }
+    for output, fill_in, _ in walk.tensors():
+        file, place = places[output.name]
+        low, high = contents.share(output.numel)
+        # ranks may have other values: rank 0's count
+        if all(source in contents.others for source in output.index_map.sources):
+            low, high = 0, output.numel if contents.is_first else 0
+        try:
+            with export.opened(file) if error is None and low < high else nullcontext() as opened:
+                for start in range(low, high, _AT_ONCE) if opened is not None else ():
+                    numel = min(_AT_ONCE, high - start)
+                    values = torch.empty(numel, dtype=output.dtype, device=contents.device)
+                    fill_in(values, start)
+                    where = place + start * output.dtype.itemsize
+                    write_values(opened, where, values, output.dtype)
+        # this rank goes on, because the others need it to gather
+        except Exception as caught:
+            error = caught
+    if error is not None:
+        raise error
 
 
 def write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:

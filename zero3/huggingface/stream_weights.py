@@ -17,18 +17,20 @@ from ..checkpoint.full_state import not_a_dtype
 from ..comm.agreement import NOTE_BYTES, agree
 from ..comm.mesh import shards_of
 from ..comm.plain_values import unreadable
+from ..conductors.conducted import unconducted
 from ..core.collectives import Collective
 from ..core.layer_state import LayerState
 from ..door import Door, used_between
 from ..names import innermost
 from ..optim.state_memory import land_steps
 from .merging import named_without_adapters
-from .outputs import Output, outputs_of_adapter, outputs_of_model
+from .outputs import Output, has_adapters, outputs_of_adapter, outputs_of_model
 from .weights import WeightWalk
 
 __all__: list[str] = []
 
 _ALIGNED = 16  # bytes: at multiples of it tensors of any dtype may begin
+_NOTED = 8 * NOTE_BYTES  # ranks tell each other which chunks have changed, by number modulo this
 
 Named = tuple[str, Tensor]
 
@@ -94,12 +96,13 @@ def stream_weights(
     Raises:
         ValueError: Nothing in `model` is sharded, `max_bytes` is less than 1, or ranks differ. A
             model with adapters needs `merge_adapters` or `adapters_only`, and one without has
-            neither; both together, several active adapters with `adapters_only`, and adapters that
-            peft can't merge, are refused too. All ranks raise it, at the call.
+            neither; both together, several active adapters with `adapters_only`, and kinds of
+            adapters that have no merge, are refused too. All ranks raise it, at the call.
         TypeError: `dtype` is no dtype, or `max_bytes` no integer. Likewise.
         RuntimeError: It is called inside a forward or a backward, or in `full_params`, `resident`
             or `parked`; parameters have no values; or a tensor is asked for after the model was
-            used. Or a transfer failed.
+            used. Or a transfer failed. What peft itself refuses while it merges is its own error,
+            on the ranks that ask for the tensor.
         OSError: With `offload=DIR` a rank's disk has lost what a step has changed.
 
     Example::
@@ -110,31 +113,32 @@ def stream_weights(
     """
     states = used_between(model, "stream_weights")
     first, error = states[0], None
-    lines, stays, stale = [f"{dtype}, {merge_adapters}, {adapters_only}, {max_bytes}"], [], False
+    lines, stays, stale = [f"{dtype}, {merge_adapters}, {adapters_only}, {max_bytes}"], [], 0
     try:
         _check_max_bytes(max_bytes)
         if (wrong := not_a_dtype(dtype)) is not None:
             raise wrong
         land_steps(states)
-        walk = walk_of(model, dtype, merge_adapters, adapters_only)
+        options = {"merge_adapters": merge_adapters, "adapters_only": adapters_only}
+        walk = walk_of(model, dtype, [name for name, chosen in options.items() if chosen])
         lines += [output.line for output in walk.outputs]
         stays = walk.stays()
-        stale = any(bool(chunk.is_stale()) for chunk in stays)
+        for number, chunk in enumerate(stays):
+            stale |= bool(chunk.is_stale()) << number % _NOTED
     except Exception as caught:  # of any kind: the other ranks wait to hear of it
         error = caught
-    note = bytes([stale]).ljust(NOTE_BYTES, b"\0")
-    ranks = shards_of(first.communicator)
-    notes = agree(ranks, first.device, "stream_weights", lines, error, note=note)
-    walk.find(() if any(each[0] for each in notes) else stays)
+    ranks, note = shards_of(unconducted(first.communicator)), stale.to_bytes(NOTE_BYTES)
+    for each in agree(ranks, first.device, "stream_weights", lines, error, note=note):
+        stale |= int.from_bytes(each)
+    walk.find(c for number, c in enumerate(stays) if not stale >> number % _NOTED & 1)
     return _Stream(walk, max_bytes, states, first.device)
 
 
-def walk_of(
-    model: nn.Module, dtype: torch.dtype | None, merge_adapters: bool, adapters_only: bool
-) -> WeightWalk:
-    """What is streamed. It makes no collective."""
+def walk_of(model: nn.Module, dtype: torch.dtype | None, options: Sequence[str]) -> WeightWalk:
+    """What is streamed. It makes no collective. `options`: those that are on, by name."""
     owner: Any = innermost(model)
-    _check_choice(has_adapters(owner), merge_adapters, adapters_only)
+    _check_choice(options, adapted=has_adapters(owner))
+    adapters_only = "adapters_only" in options
     contents = Contents(model, "stream_weights", as_values=not adapters_only)
     modules: Sequence[nn.Module] = ()
     encoder: tuple[Any, str] = (None, "")
@@ -148,12 +152,12 @@ def walk_of(
         outputs = outputs_of_adapter(*encoder, contents, dtype)
     else:
         extra: dict[str, Tensor] = {}
-        if merge_adapters:
+        if options:
             owner, modules = named_without_adapters(contents, owner)
         elif not any(sharded.chunk.read_only for sharded in contents.parameters.values()):
             found = extra_states_of(model).items()  # save_merged leaves it out
             extra = {name: value for name, value in found if unreadable(value) is None}
-        contents.others |= extra
+        contents.others.update(extra)
         outputs = outputs_of_model(owner, contents, extra, dtype)
     contents.check_loaded(
         sorted({source for output in outputs for source in output.index_map.sources}),
@@ -162,19 +166,14 @@ def walk_of(
     return WeightWalk(contents, outputs, modules, encoder=encoder)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a model of peft's."""
-    kept = getattr(model, "peft_config", None)
-    return isinstance(kept, dict) and hasattr(model, "get_base_model")
-
-
-def _check_choice(adapted: bool, merge_adapters: bool, adapters_only: bool) -> None:
-    if merge_adapters and adapters_only:
+def _check_choice(options: Sequence[str], *, adapted: bool) -> None:
+    if len(options) > 1:
         raise ValueError("stream_weights(merge_adapters=True, adapters_only=True): choose one")
-    if (merge_adapters or adapters_only) and not adapted:
-        option = "merge_adapters" if merge_adapters else "adapters_only"
-        raise ValueError(f"stream_weights({option}=True) of a model without adapters: leave it out")
-    if adapted and not (merge_adapters or adapters_only):
+    if options and not adapted:
+        raise ValueError(
+            f"stream_weights({options[0]}=True) of a model without adapters: leave it out"
+        )
+    if adapted and not options:
         raise ValueError(
             "stream_weights of a model with adapters: choose merge_adapters=True, which yields the "
             "whole model with the adapters merged into it, or adapters_only=True"
@@ -241,6 +240,7 @@ class _Stream(Generator[Any, None, None]):
         states: Sequence[LayerState],
         device: torch.device,
     ) -> None:
+        self.outputs = walk.outputs
         self._tensors = walk.tensors(ahead=min(1, states[0].policy.prefetch_depth))
         buckets = _buckets(walk.outputs, max_bytes)
         self._left, self._single = iter(buckets), max_bytes is None

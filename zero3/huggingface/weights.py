@@ -28,7 +28,9 @@ from .outputs import Output, state_of_adapter
 
 __all__: list[str] = []
 
-_AT_ONCE = 1 << 20  # elements looked up one by one together
+_LOOKED_UP = 1 << 20  # elements together
+_ALIGNED = 16  # bytes
+_OF_EXPERTS = -1  # whose turn with memory is their own
 
 
 class Walked(NamedTuple):
@@ -41,11 +43,18 @@ class Walked(NamedTuple):
     as_read: Callable[[], Tensor | None]
 
 
-class _SameLayers(NamedTuple):
-    """Tensors of the same layers, and the chunks that they, and adapters for them, are in."""
+class _ReadTogether(NamedTuple):
+    """Tensors of the same layers, or of the same parameter of experts, and the chunks that they,
+    and adapters for them, are in.
+    """
 
     outputs: list[Output]
     chunks: list[Chunk]
+
+    @property
+    def of_experts(self) -> bool:
+        """They stay at home in training: no rank has room for all of a layer's."""
+        return any(chunk.in_part for chunk in self.chunks)
 
 
 class _Reading:
@@ -57,7 +66,8 @@ class _Reading:
         if memory is None:
             self.full = chunk.full.tensor
         else:
-            self.full = memory[: _nbytes(chunk)].view(chunk.shard.dtype)
+            numel = chunk.layout.padded_numel
+            self.full = memory[: numel * chunk.shard.dtype.itemsize].view(chunk.shard.dtype)
             self._ticket = state.read(chunk, self.full)
 
     def wait(self) -> None:
@@ -69,7 +79,8 @@ class _Reading:
 
 
 def _nbytes(chunk: Chunk) -> int:
-    return chunk.layout.padded_numel * chunk.shard.dtype.itemsize
+    """So many that a tensor of any dtype may begin behind it."""
+    return -(-chunk.layout.padded_numel * chunk.shard.dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
 class WeightWalk:
@@ -99,15 +110,16 @@ class WeightWalk:
         self._states = {chunk: state for state in contents.states for chunk in state.chunks}
         groups: dict[tuple[int, ...], list[Output]] = {}
         for output in outputs:
-            layers = {self._states[s.chunk] for s in self._sources([output])}
-            numbers = sorted(map(contents.states.index, layers))
-            groups.setdefault(tuple(numbers), []).append(output)
-        self._groups = [_SameLayers(group, self._chunks_of(group)) for group in groups.values()]
+            chunks = {s.chunk for s in self._sources([output])}
+            numbers = sorted({contents.states.index(self._states[chunk]) for chunk in chunks})
+            alone = sorted(id(chunk) for chunk in chunks if chunk.in_part)
+            groups.setdefault((*numbers, -1, *alone), []).append(output)
+        self._groups = [_ReadTogether(group, self._chunks_of(group)) for group in groups.values()]
         self.outputs = [output for group in self._groups for output in group.outputs]
-        self._last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
+        self._uses = Counter(chunk for group in self._groups for chunk in group.chunks)
         self._found: frozenset[Chunk] = frozenset()
         self._readings: dict[Chunk, _Reading] = {}
-        self._memory: dict[tuple[int, int], Tensor] = {}  # of readings, one after another
+        self._memory: dict[int, Tensor] = {}  # of readings, one after another, by their turn
         self._others: dict[str, Tensor] = {}  # buffers, flat, of the present group
         # by id of the parameter: values of the present tensor, and what is merged where it is read
         self._values: dict[int, Tensor] = {}
@@ -138,14 +150,13 @@ class WeightWalk:
     # -- the walk
 
     def stays(self) -> list[Chunk]:
-        """Chunks whose full buffers stay from step to step, and hold what is stored: they need no
-        gather, unless a rank has changed its chunk.
+        """Chunks whose full buffers stay from step to step, in the dtype of what is stored: they
+        need no gather, unless a rank has changed its chunk, or has no full buffer now.
         """
         return [
             chunk
-            for chunk in self._last
+            for chunk in self._uses
             if self._states[chunk].stays(chunk)
-            and chunk.full.filled
             and chunk.full.tensor.dtype == chunk.shard.dtype
             and not (chunk.resident or chunk.wire.rounds(chunk))
         ]
@@ -157,12 +168,14 @@ class WeightWalk:
     def tensors(self, ahead: int = 0) -> Iterator[Walked]:
         """Yields each tensor. `ahead`: how many layers are gathered beside the present one."""
         uses = Counter(name for output in self.outputs for name in output.index_map.sources)
+        last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
         for number, group in enumerate(self._groups):
             self._start(number, 1 + ahead)
             for chunk in group.chunks:
                 self._readings[chunk].wait()
             for following in range(number + 1, min(number + 1 + ahead, len(self._groups))):
-                self._start(following, 1 + ahead)
+                if not self._groups[following].of_experts:
+                    self._start(following, 1 + ahead)
             self._others = self._received(group.outputs)
             for output in group.outputs:
                 used_once = all(uses[name] == 1 for name in output.index_map.sources)
@@ -171,38 +184,42 @@ class WeightWalk:
             self._values.clear()
             self._others.clear()
             for chunk in group.chunks:
-                if self._last[chunk] == number:
+                if last[chunk] == number:
                     del self._readings[chunk]
         self._memory.clear()
 
-    def _start(self, number: int, at_once: int) -> None:
-        """`at_once`: how many layers are read at the same time. They take turns with memory."""
-        for place, chunk in enumerate(self._brief(number)):
-            if chunk not in self._readings:
-                memory = self._memory_for(number % at_once, place, at_once)
-                self._readings[chunk] = _Reading(self._states[chunk], chunk, memory)
+    def _start(self, number: int, turns: int) -> None:
+        """`turns`: how many layers are read at the same time. They take turns with memory."""
+        start = 0
         for chunk in self._groups[number].chunks:
-            if chunk not in self._readings:
-                there, size = chunk in self._found, (_nbytes(chunk),)
-                own = None if there else torch.empty(size, dtype=torch.uint8, device=chunk.device)
-                self._readings[chunk] = _Reading(self._states[chunk], chunk, own)
+            if chunk in self._readings:
+                continue
+            memory = None
+            if chunk not in self._found and self._uses[chunk] > 1:
+                memory = torch.empty(_nbytes(chunk), dtype=torch.uint8, device=chunk.device)
+            elif chunk not in self._found:
+                memory = self._memory_of(number, turns)[start : start + _nbytes(chunk)]
+                start += _nbytes(chunk)
+            self._readings[chunk] = _Reading(self._states[chunk], chunk, memory)
 
-    def _brief(self, number: int) -> list[Chunk]:
-        """The chunks that are read for this group alone, the largest first."""
-        chunks = [c for c in self._groups[number].chunks if c not in self._found]
-        alone = [c for c in chunks if sum(c in group.chunks for group in self._groups) == 1]
-        return sorted(alone, key=_nbytes, reverse=True)
-
-    def _memory_for(self, turn: int, place: int, turns: int) -> Tensor:
-        """Made once, and large enough for every turn: to take new pages takes longer than a gather,
-        and whoever still holds the last tensor would keep them.
+    def _memory_of(self, number: int, turns: int) -> Tensor:
+        """For the chunks that are read for a group alone. It is made once, and large enough for
+        every turn: to take new pages takes longer than a gather, and whoever still holds the last
+        tensor would keep them.
         """
-        if (turn, place) not in self._memory:
-            brief = [self._brief(number) for number in range(turn, len(self._groups), turns)]
-            sizes = [_nbytes(chunks[place]) for chunks in brief if place < len(chunks)]
+        turn = self._turn(number, turns)
+        if turn not in self._memory:
+            sizes = [
+                sum(_nbytes(c) for c in group.chunks if self._uses[c] == 1 and c not in self._found)
+                for other, group in enumerate(self._groups)
+                if self._turn(other, turns) == turn
+            ]
             device = self._contents.device
-            self._memory[turn, place] = torch.empty(max(sizes), dtype=torch.uint8, device=device)
-        return self._memory[turn, place]
+            self._memory[turn] = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+        return self._memory[turn]
+
+    def _turn(self, number: int, turns: int) -> int:
+        return _OF_EXPERTS if self._groups[number].of_experts else number % turns
 
     def _received(self, outputs: Sequence[Output]) -> dict[str, Tensor]:
         """Buffers, with the values of the first rank."""
@@ -240,8 +257,8 @@ class WeightWalk:
         for extent in index_map.extents(start, stop) if index_map.is_by_ranges and len(out) else ():
             taken = values[extent.source][extent.at : extent.at + extent.length]
             out[extent.start - start : extent.start - start + extent.length].copy_(taken)
-        for low in range(start, stop, _AT_ONCE) if not index_map.is_by_ranges else ():
-            numbers, places = index_map.locate(torch.arange(low, min(low + _AT_ONCE, stop)))
+        for low in range(start, stop, _LOOKED_UP) if not index_map.is_by_ranges else ():
+            numbers, places = index_map.locate(torch.arange(low, min(low + _LOOKED_UP, stop)))
             piece = out[low - start : low - start + len(places)]
             for number, source in enumerate(index_map.sources):
                 mine = numbers == number
@@ -326,11 +343,13 @@ def shown(values: Iterable[tuple[ParameterSites, Tensor]]) -> Iterator[None]:
 
 
 def _that_merge(modules: Iterable[Any]) -> list[Any]:
-    found = [
-        module
-        for module in modules
-        if all(hasattr(module, name) for name in ("merge", "get_base_layer", "merged_adapters"))
-    ]
+    found = [m for m in modules if hasattr(m, "get_base_layer") and hasattr(m, "merged_adapters")]
+    for module in found:
+        merge = getattr(type(module), "merge", None)
+        if getattr(merge, "__qualname__", "BaseTunerLayer.merge") == "BaseTunerLayer.merge":
+            raise ValueError(
+                f"the adapters of a {type(module).__name__} can't be merged: it has no merge"
+            )
     if any(module.merged_adapters for module in found):
         raise ValueError(
             "adapters are merged into the model already (merge_adapter): take that back first "
@@ -340,13 +359,15 @@ def _that_merge(modules: Iterable[Any]) -> list[Any]:
 
 
 def _merge(module: Any) -> None:
-    """peft merges, and has nothing to note of it afterwards."""
+    """peft merges, and has nothing to note of it afterwards, nor after an error."""
     caches = vars(module).get("_caches", {})  # of weights' norms
     before = dict(caches)
-    type(module).merge(module)
-    module.merged_adapters.clear()
-    caches.clear()
-    caches.update(before)
+    try:
+        type(module).merge(module)
+    finally:
+        module.merged_adapters.clear()
+        caches.clear()
+        caches.update(before)
 
 
 def _targets(module: Any) -> list[nn.Parameter]:

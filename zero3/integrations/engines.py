@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..access import states_of
 from ..guards.module_overrides import Override
-from ..huggingface.stream_weights import has_adapters, stream_weights, walk_of
+from ..huggingface.outputs import has_adapters
+from ..huggingface.stream_weights import stream_weights
 from ..offload.parked import parked
 
 __all__: list[str] = []
@@ -34,31 +35,31 @@ class VLLMWeights:
             _iter_named_params=self._weights, sync_weights=self._synced, generate=self._generated
         )
 
-    @property
-    def _merges(self) -> bool:
-        return has_adapters(self._models()[0])
-
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every rank begins it now, and not when it is first asked. Its client joins tensors later,
-        so each has memory of its own.
+        """vLLM's client joins tensors later: what it gets has memory of its own. Who sends nothing
+        takes part in the rest.
         """
-        self._stream = stream_weights(self._models()[0], merge_adapters=self._merges)
-        return ((name, tensor.clone()) for name, tensor in self._stream)
+        if self._engine.mode == "server":
+            if not self._engine.accelerator.is_main_process:
+                self._stream.close()
+            return ((name, tensor.clone()) for name, tensor in self._stream)
+        return iter(self._stream)
 
     def _synced(self) -> None:
-        engine = self._engine
+        """Every rank begins the stream now, and not when it is first asked."""
+        engine, model = self._engine, self._models()[0]
+        stream: Any = stream_weights(model, merge_adapters=has_adapters(model))
+        self._stream = stream
         if engine.mode == "server" and engine._weight_metadata is None:
-            walk = walk_of(self._models()[0], None, self._merges, adapters_only=False)
             described = [
                 (output.name, str(output.dtype).removeprefix("torch."), list(output.shape))
-                for output in walk.outputs
+                for output in stream.outputs
             ]
             vars(engine).update(_weight_metadata=described)
         try:
             self._sync()
         finally:
-            if self._stream is not None:
-                self._stream.close()  # an engine may have raised on this rank alone
+            stream.close()  # an engine may have raised on this rank alone
             self._stream = None
 
     def _generated(self, *args: Any, **kwargs: Any) -> Any:

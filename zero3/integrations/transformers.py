@@ -183,6 +183,11 @@ class Zero3Mixin(_Base):
         keep_masters(self.model)
         if (engine := getattr(self, "vllm_generation", None)) is not None:
             VLLMWeights(engine, self._sharded_models, self._plain_optimizer)
+        elif getattr(self.args, "use_vllm", False) or hasattr(self, "vllm_client"):
+            raise ValueError(
+                f"use_vllm=True: {type(self).__name__} sends weights to vLLM in a way of its own, "
+                "and would send chunks. Leave it out, or take a trainer that has `vllm_generation`"
+            )
         if self._offloads_activations:
             self.maybe_activation_offload_context = offload_activations()
 

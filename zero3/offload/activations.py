@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.streams import Lane, has_streams, lanes_for
-from ..core.chunk import shows_parameters
+from ..core.full_buffer import shows_parameters
 from ..policy import place_of
 from .rests import InHostMemory, InScratchFile, Rest, ScratchFile
 

@@ -130,7 +130,6 @@ class _StepByTurns:
     """A bound method in place of `optimizer.step`, which does not hold the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, turns: Turns, in_backward: bool) -> None:
-        self.zero3_leaves_alone = True  # what no gradient has reached: see `guards/first_step.py`
         own = step_of(type(optimizer))
         hooks = InBackward(optimizer, turns, own) if in_backward else None
 
@@ -148,6 +147,9 @@ class _StepByTurns:
             turns.make_all(optimizer, lambda: own(optimizer))
             return loss
 
+        # what no gradient has reached (`guards/first_step.py`); wrappers of it, as torch's
+        # schedulers make them, say so too
+        step.zero3_leaves_alone = True  # type: ignore[attr-defined]
         # schedulers of torch ask for it
         self.__func__ = torch.optim.Optimizer.profile_hook_step(step)
         self._optimizer = weakref.ref(optimizer)

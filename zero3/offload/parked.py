@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, Protocol
 from weakref import finalize
@@ -23,9 +23,9 @@ from ..comm.mesh import shards_of
 from ..comm.streams import give_cache_back
 from ..conductors.conducted import unconducted
 from ..core.autograd import as_plain_tensors, tensors_in
-from ..core.chunk import MovableMemory
 from ..core.collectives import Collective
 from ..core.flat import not_a_number
+from ..core.full_buffer import MovableMemory
 from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState, accounts_of, ignored_of
 from ..door import Door, used_between
@@ -36,13 +36,12 @@ from ..scratch.nameless_file import room_on_disk
 __all__: list[str] = []
 
 
-@contextmanager
 def parked(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     to: str | os.PathLike[str] = "cpu",
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Context in which a sharded model leaves its device: chunks, gradients (those that `no_sync`
     keeps, too), the optimizer's state and full buffers rest in host memory, or in a file.
 
@@ -70,32 +69,66 @@ def parked(
         OSError: There is no room on the disk, or the directory can't be written. Every rank raises
             it, and nothing has moved.
 
+        If memory is short at the end, every rank raises a RuntimeError that names the rank and the
+        bytes. Nothing is lost: the model stays parked, and the context's `__exit__(None, None,
+        None)` on all ranks tries again.
+
     Example::
 
         with zero3.parked(model, optimizer):
             texts = engine.generate(prompts)
     """
-    states = used_between(model, "parked")
-    first = states[0]
-    first.saves.finish()
-    with agreeing(first.communicator, first.device, "parked") as lines:
-        lines.append("in host memory" if to == "cpu" else "in a file")
-        members = [] if optimizer is None else members_of(optimizer)
-        _check(states, members)
-        land_steps(states)
-        for state in states:
-            state.release()
-        away = _Away(states, members, _place_for(to))
-    door = Door(states, _refuse)
-    try:
-        away.leave()
-        give_memory_back(shards_of(unconducted(first.communicator)))
-        give_cache_back(first.device)
-        yield
-    finally:
+    return _Parking(model, optimizer, to)
+
+
+class _Parking(AbstractContextManager[None]):
+    """What `parked` returns."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, to: object) -> None:
+        self._given = model, optimizer, to
+
+    def __enter__(self) -> None:
+        model, optimizer, to = self._given
+        states = used_between(model, "parked")
+        first = self._first = states[0]
+        first.saves.finish()
+        with agreeing(first.communicator, first.device, "parked") as lines:
+            lines.append("in host memory" if to == "cpu" else "in a file")
+            members = [] if optimizer is None else members_of(optimizer)
+            _check(states, members)
+            land_steps(states)
+            for state in states:
+                state.release()
+            self._away = _Away(states, members, _place_for(to))
+        self._door = Door(states, _refuse)
+        self._hooks = [
+            hook(partial(_refuse_state, what))
+            for each in members
+            for what, hook in (
+                ("saves an optimizer's state", each.register_state_dict_pre_hook),
+                ("loads an optimizer's state", each.register_load_state_dict_pre_hook),
+            )
+        ]
+        try:
+            self._away.leave()
+            give_memory_back(shards_of(unconducted(first.communicator)))
+            give_cache_back(first.device)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        first = self._first
         with agreeing(first.communicator, first.device, "the end of parked", "parked"):
-            away.come_back()
-            door.open()
+            self._away.come_back()
+        del self._away
+        self._door.open()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _refuse_state(what: str, *_: object) -> NoReturn:
+    _refuse(what)
 
 
 def _refuse(what: Collective | str) -> NoReturn:
@@ -167,12 +200,11 @@ class _ParkingFile:
             write_at(self._file, place, bytes_of(piece.cpu()))
 
     def fetch(self, memories: Sequence[MovableMemory]) -> None:
-        with self._file:
-            for place, piece in _pieces(memories):
-                here = piece if piece.device.type == "cpu" else piece.cpu()
-                if read_bytes(self._file, place, bytes_of(here)) < piece.numel():
-                    raise OSError(f"{self._directory!r} has lost a part of what was parked there")
-                piece.copy_(here)
+        for place, piece in _pieces(memories):
+            here = piece if piece.device.type == "cpu" else piece.cpu()
+            if read_bytes(self._file, place, bytes_of(here)) < piece.numel():
+                raise OSError(f"{self._directory!r} has lost a part of what was parked there")
+            piece.copy_(here)
 
 
 def _pieces(memories: Iterable[MovableMemory]) -> Iterator[tuple[int, Tensor]]:
@@ -217,6 +249,7 @@ class _Away:
         reached += _tensors([(_reduced(g), vars(g).get("zero3_exact")) for _, g in kept])
         inner = [t for account in accounts_of(states) for t in account.held]
         self._rest, self._undo = rest, list[Callable[[], object]]()
+        self._is_gone = False
         with as_plain_tensors():
             found = {memory.address: memory for memory in map(MovableMemory, [*reached, *inner])}
             self._memories = {a: m for a, m in found.items() if m.may_go and rest.takes(m.bytes)}
@@ -237,6 +270,7 @@ class _Away:
         return MovableMemory(tensor).address in self._memories
 
     def leave(self) -> None:
+        self._is_gone = True
         for parameter, gradient in self._gradients:
             stand_in = parameter.grad = DeferredGradient.like(parameter, _Parked)
             self._undo.append(partial(_bring, parameter, gradient, stand_in))
@@ -251,9 +285,26 @@ class _Away:
             memory.give_back()
 
     def come_back(self) -> None:
-        for memory in self._memories.values():
-            memory.take()
-        self._rest.fetch(list(self._memories.values()))
+        """Nothing has changed if it raises."""
+        if not self._is_gone:
+            return
+        memories = list(self._memories.values())
+        try:
+            for memory in memories:
+                memory.take()
+            self._rest.fetch(memories)
+        except BaseException as error:
+            for memory in memories:
+                memory.give_back()
+            if not isinstance(error, Exception):
+                raise
+            nbytes = sum(memory.bytes.numel() for memory in memories)
+            raise RuntimeError(
+                f"{nbytes} bytes that were parked could not come back ({type(error).__name__}: "
+                f"{error}). They are still parked: free memory, and leave the context again on all "
+                "ranks (its __exit__(None, None, None))"
+            ) from error
+        self._is_gone = False
         while self._undo:
             self._undo.pop()()
 

@@ -30,6 +30,7 @@ from .probe import (
     fitting,
     longest,
     probe_aligned,
+    probe_blocks,
     probe_flat,
     probe_whole,
 )
@@ -121,7 +122,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
 
 def check_exact(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     """As `check_optimizer`, for optimizers that hold a part of what the model trains."""
-    states = states_of(model)
+    states = used(model, "check_optimizer")
     with agreeing(states[0].communicator, states[0].device, "check_optimizer"):
         for optimizer in optimizers:
             _check_maths(states[0], owned_by(states), optimizer, strict=False)
@@ -234,6 +235,15 @@ def _check_maths(
                 raise ValueError(
                     f"{_named(optimizer, group)} takes something over several parameters at once, "
                     f"which lie on several ranks: {reason}"
+                )
+            # a rank's own experts, of all: `[E_r, ...]` of `[E, ...]`
+            cut = sorted({e.part.parameter.ndim for e in owned if e.part.whole and e.chunk.in_part})
+            if cut and (reason := probe_blocks(build, first.device, ranks, cut)):
+                raise ValueError(
+                    f"{_named(optimizer, group)} takes something over all experts of a parameter "
+                    "at once, and each rank has its own (expert_parallel=True): "
+                    f"{reason}. Take an optimizer that treats the first dimension as a batch, or "
+                    "gather these experts"
                 )
             if not all(part.whole for part in parts):
                 least, device = longest(optimizer, group), first.device

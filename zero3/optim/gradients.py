@@ -17,7 +17,7 @@ from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..names import named_tensors
-from .norms import slice_of
+from .norms import reaching, slice_of
 from .param_groups import named_parameters
 from .pieces import parts_of
 
@@ -60,7 +60,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     reduce_deferred(part.grad for part in parts_of(states))
     found: dict[str, Tensor] = {}
     for name, state, sharded in _trainable(model, states):
-        gradient = _own_slice(sharded)
+        gradient = _own_slice(state, sharded)
         if gradient is not None:
             found[name] = gradient
         elif _lies_elsewhere(sharded) and _has_gradient_elsewhere(state, sharded):
@@ -139,23 +139,24 @@ def _trainable(
             yield name, state, sharded
 
 
-def _own_slice(sharded: ShardedParameter) -> Tensor | None:
+def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
     """This rank's elements of the parameter's gradient, 1-D. None if they have no gradient, or this
     rank has no elements.
     """
-    slot = sharded.chunk.layout.slots[sharded.index]
-    for piece in sharded.chunk.pieces:
+    chunk, slot = sharded.chunk, sharded.chunk.layout.slots[sharded.index]
+    for piece in chunk.pieces:
         if piece.slot == slot:
-            return slice_of(
-                sharded.chunk, piece.offset, piece.offset + piece.stop - piece.start, "grad"
-            )
+            gradient = slice_of(chunk, piece.place.start, piece.place.stop, "grad")
+            return reaching(state.gradients.accounts[chunk], sharded.index, gradient)
     return None
 
 
 def _is_present(state: LayerState, sharded: ShardedParameter) -> bool:
     """Whether this rank knows of a gradient. An empty parameter lies on no rank."""
     empty = not sharded.sites.parameter.numel()
-    return _has_gradient_elsewhere(state, sharded) if empty else _own_slice(sharded) is not None
+    return (
+        _has_gradient_elsewhere(state, sharded) if empty else _own_slice(state, sharded) is not None
+    )
 
 
 def _lies_elsewhere(sharded: ShardedParameter) -> bool:
@@ -168,11 +169,12 @@ def _has_gradient_elsewhere(state: LayerState, sharded: ShardedParameter) -> boo
     trains.
     """
     unreached = state.gradients.accounts[sharded.chunk].unreached.slots
+    if sharded.index in unreached:
+        return False
     trained, backward = state.trainable(), state.gradients.backward()
     if unreached and backward is not None:  # by itself, what this rank has of the layer may be none
         trained = [part for part in parts_of(backward.layers) if part.requires_grad]
-    has_gradients = not trained or any(parameter.grad is not None for parameter in trained)
-    return has_gradients and sharded.index not in unreached
+    return not trained or any(parameter.grad is not None for parameter in trained)
 
 
 @torch.no_grad()

@@ -14,12 +14,12 @@ from ..access import used
 from ..comm.agreement import agree, agree_where_nan
 from ..comm.communicator import is_first
 from ..comm.errors import NamingFailures, Subject
+from ..core.account import Account
 from ..core.chunk import Chunk
 from ..core.flat import view
 from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.layer_state import LayerState, ignored_of
 from ..core.parameters import ShardedParameter
-from ..core.reached import reached_by
 from ..names import named_tensors
 from .gradients_in_files import Norms
 from .param_groups import named_parameters
@@ -274,16 +274,27 @@ def gradients_to_measure(
         ]
         return [gradient.as_subclass(Tensor) for gradient in found if gradient is not None]
     slices: list[Tensor | None] = []
+    accounts = {c: account for state in states for c, account in state.gradients.accounts.items()}
     for _, key in _named(model, states):
         if isinstance(key, ShardedParameter):
             slot = key.chunk.layout.slots[key.index]
             norm = in_files.get((key.chunk, (slot.offset, slot.stop)))
-            slices.append(
-                slice_of(key.chunk, slot.offset, slot.stop, "grad") if norm is None else norm
-            )
+            if norm is None:
+                norm = slice_of(key.chunk, slot.offset, slot.stop, "grad")
+                norm = reaching(accounts[key.chunk], key.index, norm)
+            slices.append(norm)
         else:
             slices.append(ignored.get(key))
     return [gradient for gradient in slices if gradient is not None]
+
+
+def reaching(account: Account, index: int, gradient: Tensor | None) -> Tensor | None:
+    """None if nothing has reached slot number `index`: no backward, and nobody else either, as a
+    penalty over chunks does. Then its gradient is zero.
+    """
+    if gradient is None or (index in account.unreached.slots and not gradient.any()):
+        return None
+    return gradient
 
 
 def slice_of(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
@@ -294,11 +305,6 @@ def slice_of(chunk: Chunk, start: int, stop: int, of: str) -> Tensor | None:
         return chunk.shard.data[start:stop]
     for part in chunk.parts:
         if part.start <= start and stop <= part.stop and part.parameter.grad is not None:
-            if (reached := reached_by(part.parameter.grad)) is not None:
-                at = chunk.whole.place.start + start
-                slots = enumerate(chunk.layout.slots)
-                if any(s.offset <= at < s.stop and n not in reached.slots() for n, s in slots):
-                    return None
             return part.parameter.grad.as_subclass(Tensor).reshape(-1)[
                 start - part.start : stop - part.start
             ]

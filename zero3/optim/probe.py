@@ -153,6 +153,23 @@ def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[
     return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
 
 
+def probe_blocks(
+    build: Build, device: torch.device, ranks: int, ndims: Sequence[int]
+) -> str | None:
+    """As `probe_whole`, for parameters that are cut along their first dimension."""
+    shapes = [(5, *(4, 3, 2, 2, 2)[: ndim - 1]) for ndim in ndims]
+    reference = _spans(shapes)
+    spread: list[Spans] = [[] for _ in range(ranks)]
+    for start, stop, shape in reference:
+        middle = start + (stop - start) // 5 * 3
+        if ranks == 1:
+            spread[0].append((start, stop, shape))
+            continue
+        spread[0].append((start, middle, (3, *shape[1:])))
+        spread[1].append((middle, stop, (2, *shape[1:])))
+    return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
+
+
 def fitting(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any] | None:

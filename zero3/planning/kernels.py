@@ -42,6 +42,7 @@ class DeviceKernels(TorchFunctionMode):
         self._instead[torch._grouped_mm] = _multiply_groups
         if on_cuda:
             self._instead[nn.functional.dropout] = _dropout_on_cuda
+            self._instead[nn.functional.rms_norm] = _rms_norm_on_cuda
 
     def __torch_function__(
         self,
@@ -161,6 +162,36 @@ def _dropout_on_cuda(
     if not training or p == 0.0 or inplace:
         return nn.functional.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What CUDA's kernel allocates and saves: its input, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, dims: int) -> Tensor:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        ctx.save_for_backward(rows, weight, rows.new_empty(rows.shape[:-dims], dtype=wide))
+        return torch.mul(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, _ = ctx.saved_tensors
+        return torch.mul(gradient, rows), torch.empty_like(weight), None
+
+
+def _rms_norm_on_cuda(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """One kernel if the weight has the input's dtype. Elsewhere it is several operations, which
+    save their results.
+    """
+    if weight is None or weight.dtype != input.dtype:
+        return nn.functional.rms_norm(input, normalized_shape, weight, eps)
+    result: Tensor = _RMSNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return result
 
 
 def _chosen_by_cpu(asked: _Attention) -> tuple[str, str]:

@@ -76,6 +76,14 @@ class JoinableModel(Joinable):
                 f"step must be a function without arguments, found {type(step).__name__}"
             )
         first, *others = states_of(model)
+        if at_home := next(
+            (s for s in (first, *others) if any(chunk.in_part for chunk in s.chunks)), None
+        ):
+            raise ValueError(
+                f"joinable: layer {at_home.label} has experts that stay at home "
+                "(expert_parallel=True), which other ranks need as long as they have data. Call "
+                "the model with an empty batch where there is none"
+            )
         group = process_group_of(unconducted(first.communicator))
         if group is None:
             raise RuntimeError(
@@ -89,14 +97,6 @@ class JoinableModel(Joinable):
             raise ValueError(
                 "joinable: policy.dynamic=True, expected False: ranks without data can't follow "
                 "forwards that skip layers"
-            )
-        if at_home := next(
-            (s for s in (first, *others) if any(chunk.in_part for chunk in s.chunks)), None
-        ):
-            raise ValueError(
-                f"joinable: layer {at_home.label} has experts that stay at home "
-                "(expert_parallel=True), which other ranks need as long as they have data. Call "
-                "the model with an empty batch where there is none"
             )
         if whole := next(
             (state for state in (first, *others) if not shards_gradients(state.policy)), None

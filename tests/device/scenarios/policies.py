@@ -6,7 +6,7 @@ import torch
 
 import zero3
 from tests.device.scenarios.registry import add
-from tests.device.training import Adapted, Block, Stack, Turning, in_sequence, sharded
+from tests.device.training import Adapted, Block, Mixed, Stack, Turning, in_sequence, sharded
 
 for _depth in range(4):
     add(f"prefetch_depth_{_depth}", lambda me, depth=_depth: in_sequence(me, prefetch_depth=depth))
@@ -22,6 +22,9 @@ add(
     "checkpoint_bf16_depth_2",
     lambda me: sharded(me, lambda: Stack(lambda: Block(reentrant=False)), param_dtype=torch.bfloat16, prefetch_depth=2),
 )
+for _name, _kind in (("", None), ("_checkpoint_reentrant", True), ("_checkpoint_not_reentrant", False)):
+    add(f"experts_at_home{_name}", lambda me, kind=_kind: sharded(me, lambda: Stack(lambda: Mixed(reentrant=kind)), expert_parallel=True))
+add("experts_at_home_prefetch", lambda me: sharded(me, lambda: Stack(Mixed), expert_parallel=True, prefetch_depth=2))
 add("complex_parameters", lambda me: sharded(me, lambda: Stack(Turning)))
 add("stage_1", lambda me: sharded(me, stage=1))
 add("stage_2", lambda me: sharded(me, stage=2))

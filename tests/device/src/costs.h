@@ -60,7 +60,7 @@ inline double attention_flops(const std::vector<IValue>& args, bool backward, do
 inline Cost cost_of(const c10::FunctionSchema& schema, const std::string& name, const std::vector<IValue>& args, const std::vector<IValue>& results) {
   const std::string op = name.substr(6, name.find('.') == std::string::npos ? std::string::npos : name.find('.') - 6);  // without "aten::"
   const bool only_writes = has(op, "zero") || has(op, "fill_") || has(op, "ones") || has(op, "full") || has(op, "copy_") || has(op, "normal_") || has(op, "uniform_");
-  double read = 0, changed = 0;
+  double read = 0, changed = 0, made = 0;  // made: results, be their memory new or given
   std::vector<std::vector<Tensor>> lists;
   std::vector<Tensor> tensors;
   for (size_t i = 0; i < args.size(); ++i) {
@@ -71,10 +71,10 @@ inline Cost cost_of(const c10::FunctionSchema& schema, const std::string& name, 
     for (const Tensor& t : found) bytes += bytes_of(t);
     if (args[i].isTensorList()) lists.push_back(found);
     tensors.insert(tensors.end(), found.begin(), found.end());
-    if (writes && !(has(op, "_fused_") && i == 1)) changed += bytes;  // (optimizers may scale gradients, and do not)
+    if (argument.is_out()) made += bytes;
+    else if (writes && !(has(op, "_fused_") && i == 1)) changed += bytes;  // (optimizers may scale gradients, and do not)
     if (!writes || !(argument.is_out() || only_writes)) read += bytes;
   }
-  double made = 0;
   for (size_t k = 0; k < results.size(); ++k) {
     if (schema.returns()[k].alias_info()) continue;
     for (const Tensor& t : tensors_in(results[k])) made += bytes_of(t);
@@ -104,13 +104,16 @@ inline Cost cost_of(const c10::FunctionSchema& schema, const std::string& name, 
   } else if (op == "index_add_" || op == "index_put_" || op == "scatter_add_" || op == "index_copy_" || op == "scatter_") {
     cost.bytes = 3 * bytes_of(t(args.size() > 3 && args[3].isTensor() ? 3 : 0));
   } else if (op == "index_add" || op == "index_put" || op == "scatter_add" || op == "scatter") {
-    cost.kernels = 2;  // a copy first
+    const IValue& out = args.back();  // in place, too, is called by the name with an `out`
+    if (out.isTensor() && on_device(out.toTensor()) && out.toTensor().is_same(t(0))) cost.bytes = 3 * bytes_of(t(3));
+    else cost.kernels = 2;  // a copy first
   } else if (op == "topk" || op == "sort") {
     cost.kernels = 4;
   } else if (has(op, "_foreach") || has(op, "_fused_")) {
     if (!lists.empty() && has(op, "_foreach") && !has(op, "norm") && !go_together(lists)) cost.kernels = lists[0].size();
     else if (!lists.empty()) cost.kernels = std::max(1, multi_tensor_kernels(lists[0], has(op, "_fused_") ? 4 : lists.size()));
-    if (has(op, "norm")) cost.kernels += 2;  // sums of parts are zeroed, and added up
+    if (has(op, "_foreach_norm")) cost.kernels += 2;  // sums of parts are zeroed, and added up
+    if (op == "_fused_rms_norm_backward") cost.kernels = 2;  // of the input, and of the weight
   }
   return cost;
 }

@@ -33,6 +33,23 @@ inline std::function<bool()> idle(Queue* q) {
 
 // -- what the host asks for and waits for
 
+// Where Python is that made the host wait: the innermost line that is not the device's own. "" if no Python runs in this thread.
+inline std::string place() {
+  if (!written.on || !Py_IsInitialized()) return "";
+  namespace py = pybind11;
+  py::gil_scoped_acquire python;  // an operator runs without Python's lock
+  if (!PyEval_GetFrame()) return "";
+  for (py::object frame = py::module_::import("sys").attr("_getframe")(); !frame.is_none(); frame = frame.attr("f_back")) {
+    std::string file = py::str(frame.attr("f_code").attr("co_filename"));
+    if (file.find("tests/device/simulated.py") != std::string::npos) continue;
+    for (const char* root : {"/site-packages/", "/zero3/", "/benchmarks/"}) {
+      if (size_t at = file.rfind(root); at != std::string::npos) file = file.substr(at + (root[1] == 's' ? 15 : 1));
+    }
+    return " at " + file + ":" + std::string(py::str(frame.attr("f_lineno")));
+  }
+  return "";
+}
+
 struct Asked {  // what is asked of the device by tests, under the machine's mutex
   int sync_mode = 0;               // 2: an operation that makes the host wait is an error
   bool dry = false;                // no arithmetic and no memory, only the code path and the allocator's counts
@@ -61,10 +78,11 @@ inline void wait_until(std::function<bool()> over, std::vector<Queue*> on, int d
 
 // The host waits for a result, where CUDA would have it wait. `why` is kept.
 inline void synchronize(Queue* q, const std::string& why) {
+  const std::string at = place();  // (before the lock: Python's collector may give memory back)
   {
     std::lock_guard<std::mutex> lock(gpu.mutex);
     asked.waits.push_back(why);
-    written.note('h', why, q->number);
+    written.note('h', why + at, q->number);
   }
   TORCH_CHECK(asked.sync_mode != 2, "called a synchronizing operation: ", why);
   wait_until(idle(q), {q}, q->device);

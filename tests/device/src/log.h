@@ -39,8 +39,8 @@ struct Log {
   double own = 0;  // seconds of the processor that the device's own code took
   int depth = 0;
 
-  void note(char kind, std::string name, int stream, uint64_t id = 0, Cost cost = {}) {
-    if (on) entries.push_back({kind, std::move(name), stream, id, cost, processor_seconds() - own});
+  void note(char kind, const std::string& name, int stream, uint64_t id = 0, Cost cost = {}) {
+    if (on) entries.push_back({kind, name, stream, id, cost, processor_seconds() - own});
   }
 };
 inline Log& written = *new Log;

@@ -78,7 +78,8 @@ inline void copy_from_host(Tensor& self, const Tensor& src, bool later) {
     return;
   }
   synchronize(q, "copy_ from host");
-  if (!asked.dry) look_at(to).copy_(src.expand(to.sizes));
+  // Small ones are copied by a dry device too: DDP sends the numbers of its buckets, and reads what came.
+  if (!asked.dry || src.nbytes() <= 1 << 20) look_at(to).copy_(src.expand(to.sizes));
 }
 inline Tensor& copy_(Tensor& self, const Tensor& src, bool later) {
   NotTheHosts excluded;
@@ -103,13 +104,21 @@ inline Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const
   return at::native::scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, grouped);
 }
 
+// torch's build for CUDA has one kernel for it, and two for its backward. A dry device that keeps a log takes them too.
+inline void rms_norm(const c10::OperatorHandle& plain, Stack* stack) {
+  static auto fused = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_fused_rms_norm", "");
+  if (!asked.dry || !written.on) return plain.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack);
+  fused.callBoxed(stack);
+  stack->pop_back();  // what its backward needs
+}
+
 struct NoWarnings final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
 // Operators that are one kernel on a GPU, or a few for all tensors. The CPU's build of torch has them as a kernel for each tensor.
 inline bool is_one(const std::string& name) {
-  return name.starts_with("aten::_foreach_") || name == "aten::_chunk_cat" || name == "aten::split_with_sizes_copy" || name == "aten::silu_backward";
+  return name.starts_with("aten::_foreach_") || name == "aten::_chunk_cat" || name == "aten::split_with_sizes_copy" || name == "aten::silu_backward" || name.starts_with("aten::_fused_rms_norm");
 }
 // A list of host tensors among them: torch copies one after another, on GPUs too.
 inline void copy_all(at::TensorList to, at::TensorList from, bool later) {
@@ -150,7 +159,9 @@ inline void register_operators() {
   }
   m.impl("_foreach_copy_", copy_all);
   m.impl("scaled_dot_product_attention", attention);
+  m.impl("rms_norm", torch::CppFunction::makeFromBoxedFunction<&rms_norm>());
   static torch::Library with_gradients(torch::Library::IMPL, "aten", c10::getAutogradKeyFromBackend(c10::toBackendComponent(key())), __FILE__, __LINE__);
   with_gradients.impl("scaled_dot_product_attention", attention);
+  with_gradients.impl("rms_norm", torch::CppFunction::makeFromBoxedFunction<&rms_norm>());
 }
 }  // namespace sim

@@ -110,6 +110,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("allocated", [](int device) { return memory.allocated[device]; });
   m.def("peak", [](int device) { return memory.peak[device]; });
   m.def("reset_peak", [](int device) { memory.peak[device] = memory.allocated[device]; });
+  m.def("block_of", [](const Tensor& t) {  // its number in the log; 0: none
+    return locked([&] {
+      auto found = memory.live.find((char*)t.storage().data());
+      return found == memory.live.end() ? uint64_t(0) : found->second->id;
+    });
+  });
   m.def("clear", &clear);
   m.def("log", [](bool on) { written.on = on, written.depth = 0; });
   m.def("mark", [](const std::string& name) { written.note('m', name, 0); });

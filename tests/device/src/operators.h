@@ -145,6 +145,7 @@ struct Call {
 
   // The host waits for the arguments, computes, and puts results on the device.
   std::vector<IValue> at_once(Queue* q) const {
+    if (sim::written.on) sim::written.note('k', name, q->number, 0, cost_of(schema, name, args, {}));
     synchronize(q, name);
     Stack host = Arguments(args).on_cpu();
     {

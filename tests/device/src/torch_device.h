@@ -64,20 +64,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* e) const override {
     auto moment = moment_of(e);
     if (!moment) return;
+    const std::string at = place();
     {
       std::lock_guard<std::mutex> lock(gpu.mutex);
       ++asked.event_waits;
-      written.note('e', "event", moment->on->number, moment->id);
+      written.note('e', "event" + at, moment->on->number, moment->id);
     }
     wait_until([moment] { return moment->reached; }, {moment->on}, moment->on->device);
   }
   void synchronizeStream(const c10::Stream& s) const override {
-    written.note('h', "stream", s.id());
+    written.note('h', "stream" + place(), s.id());
     wait_until(idle(queue_of(s)), {queue_of(s)}, s.device_index());
   }
   void synchronizeDevice(c10::DeviceIndex d) const override {
     std::vector<Queue*> all;
-    written.note('d', "device", 0);
+    written.note('d', "device" + place(), 0);
     for (auto& q : gpu.streams[d]) all.push_back(q.get());
     wait_until([all] { return std::all_of(all.begin(), all.end(), [](Queue* q) { return q->idle(); }); }, all, d);
   }
