@@ -14,7 +14,7 @@ from .access import states_of
 from .core.parameters import unwrapped
 from .guards.module_overrides import Override
 from .layer import RootEntry, Zero3Layer, layers_of, run_in
-from .sequences.dividing import enter_forward
+from .sequences.dividing import enter_forward, read_own
 from .sequences.parts import parts_of
 
 __all__: list[str] = []
@@ -53,7 +53,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         )
     entry = vars(module).get("forward")
     if parts_of(module) is not None:
-        Override(owner, method_name, enter_forward)
+        Override(owner, method_name, partial(enter_forward, read_own))
     if isinstance(module, Zero3Layer):
         Override(
             module,

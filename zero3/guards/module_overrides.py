@@ -66,7 +66,7 @@ class Override:
         functools.update_wrapper(
             self, self._own or self._plain, updated=() if outside else functools.WRAPPER_UPDATES
         )
-        module.__dict__[name] = self
+        self._put(module, self)
 
     def runs(self, around: Callable[..., Any]) -> bool:
         return self.around is around
@@ -74,9 +74,13 @@ class Override:
     def undo(self) -> None:
         """The module has again what it had before. It must be the last one of that name."""
         if (module := self._module()) is not None:
+            self._put(module, self._own)
+
+    def _put(self, module: nn.Module, what: Callable[..., Any] | None) -> None:
+        if what is None:
             del module.__dict__[self._name]
-            if self._own is not None:
-                module.__dict__[self._name] = self._own
+        else:
+            module.__dict__[self._name] = what
 
     @property
     def __signature__(self) -> inspect.Signature:

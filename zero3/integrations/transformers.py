@@ -170,14 +170,14 @@ class Zero3Mixin(_Base):
         if self._is_of_trl():
             require("trl", "Zero3Mixin before a trainer of TRL")
         self._zero3_choice = policy, layers
-        self._chunks_head, self._zero3_parts = chunked_head, sequence_parallel
+        self._chunks_head, self._sequence_parallel = chunked_head, sequence_parallel
         self._offloads_activations = False
         try:
             super().__init__(*args, **kwargs)
         finally:
             if self._offloads_activations:
                 self.args.activation_offloading = True  # of TRL
-        if self._zero3_parts != 1:
+        if self._sequence_parallel != 1:
             self._check_parts()
         self._shard_models()
         keep_masters(self.model)
@@ -205,7 +205,9 @@ class Zero3Mixin(_Base):
         # the Trainer makes one of a class that it names itself
         self.accelerator.__class__ = Zero3Accelerator
         self.accelerator.shards_with(
-            Sharding(*self._zero3_choice, head_in_root=self._is_of_trl(), parts=self._zero3_parts),
+            Sharding(
+                *self._zero3_choice, head_in_root=self._is_of_trl(), parts=self._sequence_parallel
+            ),
             sync_each_batch=accumulation.get("sync_each_batch", True),
         )
 
@@ -278,7 +280,7 @@ class Zero3Mixin(_Base):
         num_items_in_batch: Any = None,
     ) -> Any:
         """As the trainer's. It makes no logits if the loss is a causal model's own."""
-        if self._zero3_parts != 1:
+        if self._sequence_parallel != 1:
             return self._loss_of_parts(model, inputs, return_outputs, num_items_in_batch)
         own = self._next_with("compute_loss") is not Trainer or self.label_smoother is not None
         own = own or self.compute_loss_func is not None or return_outputs or not self._chunks_head
@@ -303,7 +305,7 @@ class Zero3Mixin(_Base):
         elif getattr(self.args, "include_num_input_tokens_seen", "no") not in ("no", False):
             reason = "include_num_input_tokens_seen counts each group's tokens several times"
         if reason is not None:
-            raise ValueError(f"sequence_parallel={self._zero3_parts}: {reason}. Leave it out")
+            raise ValueError(f"sequence_parallel={self._sequence_parallel}: {reason}. Leave it out")
 
     def _loss_of_parts(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any
@@ -316,7 +318,7 @@ class Zero3Mixin(_Base):
         if items is None:  # the mean over groups of each one's mean
             labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
             items = (labels != -100).sum() * scales
-        items = items / self._zero3_parts
+        items = items / self._sequence_parallel
         if self._next_with("compute_loss") is not Trainer:  # TRL's
             return super().compute_loss(model, part, return_outputs, items)
         if return_outputs:
@@ -394,7 +396,7 @@ class Zero3Mixin(_Base):
     def floating_point_ops(self, inputs: Any) -> int:
         """As the trainer's, which would count the elements of this rank's chunks."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        tokens = inputs[name].numel() // self._zero3_parts if name in inputs else 0
+        tokens = inputs[name].numel() // self._sequence_parallel if name in inputs else 0
         return 6 * tokens * self._zero3_numel
 
     # -- saving and loading

@@ -10,16 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.autograd import inside_backward, tensors_in
+from ..core.autograd import inside_backward
 from ..core.parameters import unwrapped
+from .exchange import Measured
 from .heads import query_heads
-from .parts import (
-    check_labels,
-    check_whole,
-    measured_by,
-    parts_of,
-    parts_under_way,
-)
+from .parts import Beginning, check_labels, parts_of, parts_under_way
 
 __all__: list[str] = []
 
@@ -152,53 +147,43 @@ class _Mask:
         library: Any = sys.modules["transformers.masking_utils"]
         kw |= {"q_length": measured.whole, "kv_length": measured.whole}
         kw["attention_mask"] = measured.mask
-        if parts.packed is not None:
-            packed = library.packed_sequence_mask_function(parts.packed)
+        if measured.packed is not None:
+            packed = library.packed_sequence_mask_function(measured.packed)
             kw["mask_function"] = library.and_masks(kw["mask_function"], packed)
             kw["allow_is_causal_skip"] = False
         return self._inner(**kw)
 
 
-def enter_forward_of_transformers(
-    module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Around a forward that takes `input_ids` or `inputs_embeds`."""
-    parts = parts_of(module)
-    if parts is None or parts.depth or inside_backward():
-        return forward(*args, **kwargs)
-    if not parts.active:
-        check_whole(tensors_in((args, kwargs)))
-        return forward(*args, **kwargs)
-    given, error = dict(kwargs), None
-    try:
-        given |= _named(forward, args)
-        _check_call(module, given)
-    except ValueError as caught:
-        error = caught
-    ids = (
-        given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    )
-    if ids is None and error is None:
-        error = ValueError(f"{type(module).__name__} was called without input_ids")
-    rows, part = ids.shape[:2] if isinstance(ids, Tensor) and error is None else (0, 0)
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if positions is not None and error is None:
+def read_of_transformers(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Beginning:
+    """Of a forward that takes `input_ids` or `inputs_embeds`.
+
+    Raises:
+        ValueError: It has neither, or asks for what can't be had with parts of sequences.
+    """
+    given = kwargs | _named(forward, args)
+    _check_call(module, given)
+    named = (given.get(name) for name in ("input_ids", "inputs_embeds"))
+    if (ids := next((each for each in named if each is not None), None)) is None:
+        raise ValueError(f"{type(module).__name__} was called without input_ids")
+    rows, part = ids.shape[:2]
+    if (positions := given.get("position_ids")) is not None:
         positions = positions.expand(rows, -1)
-    measured = measured_by(parts, rows, part, positions, mask, error)
-    device = parts.layer().device
-    if positions is None:
-        start = sum(measured.lengths[: measured.index])
-        positions = torch.arange(start, start + part, device=device).expand(rows, -1)
-    # of ones: the model looks for packed sequences, in its part alone, if there is none
-    mask = torch.ones((rows, part), dtype=torch.int64, device=device)
-    given |= {"position_ids": positions, "attention_mask": mask, "use_cache": False}
     if not given.get("fused_lm_head"):  # of TRL, whose forward makes the loss
         given.pop("shift_labels", None)
-    with parts.forward(measured, _packed(measured)):
-        output = forward(**given)
-    parts.check_exchanged(type(module).__name__)
-    parts.come_back(output)
-    return output
+
+    def run(measured: Measured) -> Any:
+        start = sum(measured.lengths[: measured.index])
+        whole = {
+            "position_ids": torch.arange(start, start + part, device=ids.device).expand(rows, -1)
+            if positions is None
+            else positions,
+            # of ones: the model looks for packed sequences, in its part alone, if there is none
+            "attention_mask": torch.ones((rows, part), dtype=torch.int64, device=ids.device),
+            "use_cache": False,
+        }
+        return forward(**given | whole)
+
+    return Beginning(run, rows, part, positions, given.get("attention_mask"))
 
 
 def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
@@ -234,19 +219,3 @@ def _check_call(module: nn.Module, given: dict[str, Any]) -> None:
                 f"{name} {found} in a model whose ranks hold parts of sequences (sp): expected [B, "
                 "part], as zero3.split_sequence makes it"
             )
-
-
-def _packed(measured: Any) -> Tensor | None:
-    """Which sequence each token belongs to, `[B, S]`, if positions start anew and there is no mask.
-
-    transformers looks for them in the same way, in whole sequences.
-    """
-    positions = measured.positions
-    if positions is None or measured.mask is not None:
-        return None
-    starts = positions[:, 1:] - positions[:, :-1] != 1
-    if not bool(starts.any()):
-        return None
-    number = torch.zeros_like(positions)
-    number[:, 1:] = starts.cumsum(1)
-    return number

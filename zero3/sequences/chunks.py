@@ -70,7 +70,7 @@ class _Chunked(torch.autograd.Function):
         gradients = None
         if trains and reduced:
             gradients = _Gradients(ctx.needs_input_grad, inputs, weight, counts.dtype)
-        ctx.classes, ctx.reduced, ctx.dtype, ctx.bias = classes, reduced, inputs.dtype, bias
+        ctx.rest = classes, reduced, inputs.dtype, bias
         ctx.made = None if gradients is None else gradients.made
         if not reduced:
             ctx.save_for_backward(inputs, weight)
@@ -88,7 +88,8 @@ class _Chunked(torch.autograd.Function):
         Raises:
             RuntimeError: It is the second one of a loss that is reduced.
         """
-        if ctx.reduced:
+        classes, reduced, dtype, bias = ctx.rest
+        if reduced:
             made, ctx.made = ctx.made, None
             if made is None:
                 raise RuntimeError(
@@ -99,12 +100,12 @@ class _Chunked(torch.autograd.Function):
             found = [each if each is None else each.mul_(upstream) for each in made]
         else:
             inputs, weight = ctx.saved_tensors
-            counts = ctx.classes.counts(torch.promote_types(torch.float32, ctx.dtype)) * upstream
+            counts = classes.counts(torch.promote_types(torch.float32, dtype)) * upstream
             gradients = _Gradients(ctx.needs_input_grad, inputs, weight, counts.dtype)
-            for chunk in _by_chunks(inputs, weight, ctx.bias, ctx.classes, counts):
+            for chunk in _by_chunks(inputs, weight, bias, classes, counts):
                 gradients.add(*chunk)
             found = gradients.made
-        return *(each if each is None else each.to(ctx.dtype) for each in found), None, None
+        return *(each if each is None else each.to(dtype) for each in found), None, None
 
 
 def _by_chunks(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,11 +18,11 @@ from ..layer import is_layer
 from .attention import (
     attentions_of,
     check_model,
-    enter_forward_of_transformers,
+    read_of_transformers,
     text_config,
     use_registries,
 )
-from .parts import PARTS, Parts, check_whole, measured_by, parts_of
+from .parts import Beginning, Measure, Parts, check_whole, parts_of
 
 __all__: list[str] = []
 
@@ -49,13 +50,13 @@ def divide_sequences(model: nn.Module, root: LayerState, process_group: Any) -> 
     of_transformers = text_config(model) is not None
     attentions = attentions_of(model) if of_transformers else {}
     for module in plain_modules(model):
-        vars(module)[PARTS] = parts
+        module._zero3_parts = parts  # type: ignore[assignment]
     for module, name in attentions.items():
         Override(module, "forward", _Counted(parts, name))
     for _, module in own_modules(model, is_layer):
         if module is model or "input_ids" in inspect.signature(module.forward).parameters:
-            around = enter_forward_of_transformers if of_transformers else enter_forward
-            Override(module, "forward", around)
+            read = read_of_transformers if of_transformers else read_own
+            Override(module, "forward", partial(enter_forward, read))
     if callable(getattr(type(model), "generate", None)):
         Override(model, "generate", _refuse_outside_of_resident)
     if of_transformers:
@@ -85,25 +86,40 @@ def _refuse_outside_of_resident(
     return generate(*args, **kwargs)
 
 
-def enter_forward(module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Around a forward of a model of one's own, whose first tensor is `[B, part, ...]`."""
+def enter_forward(
+    read: Callable[..., Beginning], module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Around a forward. `read(module, forward, args, kwargs)` tells what of the whole it needs."""
     parts = parts_of(module)
     if parts is None or parts.depth or inside_backward():
         return forward(*args, **kwargs)
-    tensors = tensors_in((args, kwargs))
     if not parts.active:
-        check_whole(tensors)
+        check_whole(tensors_in((args, kwargs)))
         return forward(*args, **kwargs)
-    error = None
-    if not tensors or tensors[0].dim() < 2:
-        error = ValueError(
-            f"{type(module).__name__} was called without a tensor [B, part, ...], and its ranks "
-            "hold parts of sequences (sp)"
-        )
-    rows, part = tensors[0].shape[:2] if error is None else (0, 0)
-    measured = measured_by(parts, rows, part, None, None, error)
-    with parts.forward(measured, None):
-        output = forward(*args, **kwargs)
+    begins, error = Beginning(), None
+    try:
+        begins = read(module, forward, args, kwargs)
+    except ValueError as caught:  # the other ranks of the group wait to hear of it
+        error = caught
+    root = parts.layer()
+    measured = root.conductor.conduct(Measure(root, parts, (begins, error)))
+    with parts.forward(measured):
+        output = begins.run(measured)
     parts.check_exchanged(type(module).__name__)
     parts.come_back(output)
     return output
+
+
+def read_own(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Beginning:
+    """Of a model of one's own, whose first tensor is `[B, part, ...]`.
+
+    Raises:
+        ValueError: There is none.
+    """
+    tensors = tensors_in((args, kwargs))
+    if not tensors or tensors[0].dim() < 2:
+        raise ValueError(
+            f"{type(module).__name__} was called without a tensor [B, part, ...], and its ranks "
+            "hold parts of sequences (sp)"
+        )
+    return Beginning(lambda _: forward(*args, **kwargs), *tensors[0].shape[:2])

@@ -41,6 +41,7 @@ class Measured:
     index: int  # which part is this rank's
     positions: Tensor | None = None  # [B, S], if given
     mask: Tensor | None = None  # [B, S], True where a token counts, if given
+    packed: Tensor | None = None  # [B, S], which sequence a token belongs to, if there are several
 
     @property
     def part(self) -> int:

@@ -27,12 +27,25 @@ from .heads import key_heads, query_heads, repeats
 
 __all__: list[str] = []
 
-PARTS = "_zero3_parts"  # in the `__dict__` of a model's modules
-CUT = "zero3_cut"  # an attribute of the tensors that `split_sequence` has cut
 _LATEST = "zero3_parts"  # a note in the thread: attentions are functions, and are told of no model
 _NOTE = struct.Struct("<iiBB6x")  # sixteen bytes: rows, tokens of this part, what it has, who tells
 _MASK, _POSITIONS, _MISTAKE = 1, 2, 4
 _COMPUTES, _ABSENT = 1, 2
+
+
+def _nothing(_: Measured) -> None:
+    """Follows where a call was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a forward begins with on this rank."""
+
+    run: Callable[[Measured], Any] = _nothing  # what follows
+    rows: int = 0
+    part: int = 0
+    positions: Tensor | None = None  # [B, part]
+    mask: Tensor | None = None  # [B, part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,7 @@ class Measure:
 
     layer: LayerState  # the root's own
     parts: Any = field(compare=False, repr=False)
-    mine: Any = field(default=None, compare=False, repr=False)
+    mine: Any = field(default=None, compare=False, repr=False)  # (Beginning, error)
     moves: ClassVar[bool] = True
 
     def __str__(self) -> str:
@@ -65,7 +78,6 @@ class Parts:
         # of the latest forward, or of that which is recomputed
         self.present: Measured | None = None
         self.depth = 0  # forwards under way
-        self.packed: Tensor | None = None  # [B, S], which sequence a token belongs to, if several
         self._members, self._index = shared.members, shared.part
         self.ran: dict[nn.Module, str] = {}  # attentions of this forward
         self.exchanged: set[nn.Module | None] = set()
@@ -102,8 +114,8 @@ class Parts:
         return inside_backward() and backward is not None and bool(backward.ending.awaited)
 
     @contextmanager
-    def forward(self, measured: Measured, packed: Tensor | None) -> Iterator[None]:
-        self.present, self.packed = measured, packed
+    def forward(self, measured: Measured) -> Iterator[None]:
+        self.present = measured
         self.depth += 1
         self.ran, self.exchanged = {}, set()
         note_in_thread(_LATEST, weakref.ref(self))
@@ -133,36 +145,33 @@ class Parts:
             named = f"attention {missing[0]!r} of this" if missing else "no attention of this"
             raise RuntimeError(
                 f"{named} {what} {'computed by itself' if missing else 'has exchanged anything'}: "
-                "each rank would attend to its own part of the sequence alone. Call it by "
+                "each rank would attend to its own part of the sequence alone. Beginning it by "
                 "zero3.attend(attention, query, key, value)"
             )
 
     # -- what ranks do together
 
-    def measure(
-        self, rows: int, part: int, given: dict[str, Tensor | None], error: Exception | None
-    ) -> Measured:
-        """`given`: "positions" and "mask", `[B, part]`, or None."""
-        has = _MASK * (given["mask"] is not None) | _POSITIONS * (given["positions"] is not None)
-        told = self._tell(rows, part, has | _MISTAKE * (error is not None), _COMPUTES)
+    def measure(self, call: Beginning, error: Exception | None) -> Measured:
+        has = _MASK * (call.mask is not None) | _POSITIONS * (call.positions is not None)
+        told = self._tell(call, has | _MISTAKE * (error is not None), _COMPUTES)
         if error is not None:
             raise error
-        self._check(told, rows)
-        return self._complete(told, given)
+        self._check(told)
+        return self._complete(told, call)
 
     def measure_absent(self) -> None:
         """Takes part after a failure, or without data."""
-        told = self._tell(0, 0, 0, _ABSENT)
-        self._check(told, None)
-        self._complete(told, {})
+        told = self._tell(Beginning(), 0, _ABSENT)
+        self._check(told)
+        self._complete(told, Beginning())
 
-    def _tell(self, rows: int, part: int, has: int, who: int) -> list[tuple[int, int, int, int]]:
+    def _tell(self, call: Beginning, has: int, who: int) -> list[tuple[int, int, int, int]]:
         root = self.layer()
         inner, everyone = unconducted(root.communicator), root.communicator
         joined = inner is not everyone  # ranks without data take part in what all do
         among = inner if joined else self.group
         with self._measuring:
-            told = among.exchange(_NOTE.pack(rows, part, has, who), root.device)
+            told = among.exchange(_NOTE.pack(call.rows, call.part, has, who), root.device)
         notes = [_NOTE.unpack(each) for each in told]
         if not joined:
             return notes
@@ -177,7 +186,7 @@ class Parts:
                 )
         return [notes[rank] for rank in self._members]
 
-    def _check(self, told: list[tuple[int, int, int, int]], rows: int | None) -> None:
+    def _check(self, told: list[tuple[int, int, int, int]]) -> None:
         wrong = [rank for rank, note in enumerate(told) if note[2] & _MISTAKE]
         if wrong:
             raise ValueError(
@@ -193,20 +202,19 @@ class Parts:
                     "zero3.split_sequence on each of them"
                 )
 
-    def _complete(
-        self, told: list[tuple[int, int, int, int]], given: dict[str, Tensor | None]
-    ) -> Measured:
+    def _complete(self, told: list[tuple[int, int, int, int]], call: Beginning) -> Measured:
         lengths, batch = tuple(note[1] for note in told), max(note[0] for note in told)
         has = max(note[2] for note in told)
         found = dict[str, Tensor]()
         if has:
-            found = self._gather(batch, lengths, has, given)
-        measured = Measured(batch, lengths, self._index, found.get("positions"), found.get("mask"))
-        self.present = measured
-        return measured
+            found = self._gather(batch, lengths, has, call)
+        positions, mask = found.get("positions"), found.get("mask")
+        packed = None if positions is None or mask is not None else _numbered(positions)
+        self.present = Measured(batch, lengths, self._index, positions, mask, packed)
+        return self.present
 
     def _gather(
-        self, batch: int, lengths: tuple[int, ...], has: int, given: dict[str, Tensor | None]
+        self, batch: int, lengths: tuple[int, ...], has: int, call: Beginning
     ) -> dict[str, Tensor]:
         """Positions and masks of whole sequences: integers."""
         root = self.layer()
@@ -214,7 +222,7 @@ class Parts:
         longest = max(lengths)
         own = torch.zeros(len(names), batch, longest, dtype=torch.int64, device=root.device)
         for row, name in zip(own, names, strict=True):
-            if (values := given.get(name)) is not None:
+            if (values := getattr(call, name)) is not None:
                 row[:, : values.shape[1]] = values
         full = own.new_empty(self.size * own.numel())
         with self._measuring:
@@ -323,7 +331,7 @@ def _latest() -> Parts | None:
 
 def parts_of(module: nn.Module) -> Parts | None:
     """Those of the model that a module belongs to. None: its ranks hold whole sequences."""
-    found: Parts | None = vars(unwrapped(module)).get(PARTS)
+    found: Parts | None = vars(unwrapped(module)).get("_zero3_parts")
     return found
 
 
@@ -340,18 +348,13 @@ def parts_under_way() -> Parts | None:
     return parts if parts is not None and parts.depth and parts.active else None
 
 
-def measured_by(
-    parts: Parts,
-    rows: int,
-    part: int,
-    positions: Tensor | None,
-    mask: Tensor | None,
-    error: Exception | None,
-) -> Measured:
-    root = parts.layer()
-    mine = rows, part, {"positions": positions, "mask": mask}, error
-    found: Measured = root.conductor.conduct(Measure(root, parts, mine))
-    return found
+def _numbered(positions: Tensor) -> Tensor | None:
+    """Which sequence each token belongs to, `[B, S]`. None: there is one.
+
+    transformers looks for them in the same way, in whole sequences that have no mask.
+    """
+    starts = positions.diff(dim=1) != 1
+    return functional.pad(starts.cumsum(1), (1, 0)) if bool(starts.any()) else None
 
 
 def check_whole(tensors: Sequence[Tensor]) -> None:
@@ -359,7 +362,7 @@ def check_whole(tensors: Sequence[Tensor]) -> None:
     Raises:
         ValueError: A rank computes for itself, and was given a part.
     """
-    if any(hasattr(tensor, CUT) for tensor in tensors):
+    if any(hasattr(tensor, "zero3_cut") for tensor in tensors):
         raise ValueError(
             "inside of zero3.resident each rank has whole sequences, and this batch was cut "
             "outside of it: call zero3.split_sequence inside, where it cuts nothing"

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..comm.agreement import agree
 from ..conductors.conducted import unconducted
-from .parts import CUT, Parts, padded, parts_of
+from .parts import Parts, padded, parts_of
 
 __all__: list[str] = []
 
@@ -107,7 +107,7 @@ def _part(value: Any, rows: int, whole: int, parts: Parts, batch: Mapping[str, A
     if not _goes_with(value, rows, whole, batch):
         return value
     part = parts.own(value).contiguous()
-    setattr(part, CUT, True)  # its place is not seen in it
+    part.zero3_cut = True  # type: ignore[attr-defined]  # its place is not seen in it
     return part
 
 
