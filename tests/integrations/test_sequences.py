@@ -42,7 +42,12 @@ def train(rank: Rank, parts: int, name: str, options: dict[str, Any]) -> dict[st
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama", {}), ("lora", {}), ("llama", {"average_tokens_across_devices": False}), ("llama", {"gradient_accumulation_steps": 1})],
+    [
+        ("llama", {}),
+        pytest.param("lora", {}, marks=pytest.mark.slow),
+        pytest.param("llama", {"average_tokens_across_devices": False}, marks=pytest.mark.slow),
+        pytest.param("llama", {"gradient_accumulation_steps": 1}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_trainer_whose_ranks_share_sequences_gives_what_one_process_gives(name: str, options: dict[str, Any]) -> None:
     """Losses, norms, evaluation, and joined logits: of one group, one process' data."""
