@@ -13,7 +13,7 @@ from .access import used
 from .core.autograd import inside_backward
 from .core.collectives import Collective, Conductor
 from .core.layer_state import LayerState
-from .guards.first_step import steps_seen
+from .guards.optimizer_steps import steps_seen
 from .layer import runtimes_in
 
 __all__: list[str] = []

@@ -69,6 +69,7 @@ def test_construction(tmp_path: Path) -> None:
         assert len(ranks) == 2 and all(len(rank["seconds"]) == 2 for rank in ranks), system
 
 
+@pytest.mark.slow
 def test_experts(tmp_path: Path) -> None:
     """What is sent is what distinct pairs of a token and a rank need, and little beside."""
     found = run("experts", tmp_path, "--models", "Mixtral 8x7B", "--ranks", "2", "--tokens", "16")

@@ -83,6 +83,7 @@ def test_parked_leaves_one_percent_of_the_bytes_on_the_device(to: str, name: str
         assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["random", "lanes", "compute", "demand"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_stream_weights_is_ready_on_the_current_stream_on_any_schedule(policy: str, depth: int) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 MESHES = {SCENARIOS[name] for name in ON_MESHES}  # on four ranks, all others on two
 # Two communicators are at work at once in these, so they need room for two: see test_communicators.py.
 TWO_COMMUNICATORS = MESHES | {SCENARIOS["separate_backup_group"], SCENARIOS["offload_and_a_frozen_first_layer"]}
+TWO_COMMUNICATORS |= {scenario for name, scenario in SCENARIOS.items() if name.startswith("experts_at_home")}  # tokens have their own
 
 
 class Setting(NamedTuple):

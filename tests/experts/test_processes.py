@@ -43,6 +43,7 @@ def train(rank: Rank, names: tuple[str, ...], shape: tuple[int, ...], checkpoint
 DEALT, REPLICAS = ("dp_shard", "ep"), ("dp_replicate", "dp_shard")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", ["", "reentrant", "not reentrant"])
 @pytest.mark.parametrize(("names", "shape"), [((), (3,)), (DEALT, (2, 2)), (REPLICAS, (2, 2)), (DEALT, (1, 2)), (DEALT, (2, 1))])
 def test_meshes_train_as_one_process(names: tuple[str, ...], shape: tuple[int, ...], checkpoints: str) -> None:

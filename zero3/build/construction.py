@@ -45,8 +45,8 @@ from ..core.sites import ParameterSites
 from ..experts.at_home import AtHome
 from ..experts.finding import check_experts
 from ..guards.backward_inputs import know_chunks
-from ..guards.first_step import steps_seen
 from ..guards.marks import mark, mark_ignored, mark_sharded
+from ..guards.optimizer_steps import steps_seen
 from ..guards.unshardable import check_parameters
 from ..guards.wrappers import wrapper_in
 from ..policy import (

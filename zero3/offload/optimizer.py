@@ -147,7 +147,7 @@ class _StepByTurns:
             turns.make_all(optimizer, lambda: own(optimizer))
             return loss
 
-        # what no gradient has reached (`guards/first_step.py`); wrappers of it, as torch's
+        # what no gradient has reached (`guards/optimizer_steps.py`); wrappers of it, as torch's
         # schedulers make them, say so too
         step.zero3_leaves_alone = True  # type: ignore[attr-defined]
         # schedulers of torch ask for it

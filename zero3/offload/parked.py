@@ -62,16 +62,14 @@ def parked(
     Raises:
         RuntimeError: It is called inside a forward, a backward, `full_params`, `resident`,
             `step_guard` or another one. Inside: a forward, a backward, a step of any optimizer of
-            the model, a save, a load, and all else that uses values.
+            the model, a save, a load, and all else that uses values. At the end, on every rank: one
+            has too little memory. The error names it, and the bytes; the model stays parked, and
+            all ranks may try again by the context's `__exit__(None, None, None)`.
         ValueError: Nothing in `model` is sharded, or an optimizer holds other parameters. Every
             rank raises it.
         TypeError: `to` is no path, or `optimizer` no optimizer. Every rank raises it.
         OSError: There is no room on the disk, or the directory can't be written. Every rank raises
             it, and nothing has moved.
-
-        If memory is short at the end, every rank raises a RuntimeError that names the rank and the
-        bytes. Nothing is lost: the model stays parked, and the context's `__exit__(None, None,
-        None)` on all ranks tries again.
 
     Example::
 

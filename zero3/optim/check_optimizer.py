@@ -20,7 +20,7 @@ from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.released import ReleasedParameter
-from ..guards.first_step import empty_groups, label_of
+from ..guards.optimizer_steps import empty_groups, label_of
 from .cuts import are_blocks
 from .param_groups import named_parameters
 from .pieces import Superseded
