@@ -119,7 +119,8 @@ def test_plan_and_report_agree(policy: zero3.ShardingPolicy, replicas: int) -> N
     small = 2048  # what released parameters show, and buffers
     at_step = plan.moments[-1].by_cause
     assert stored <= plan.by_cause["chunks"] <= stored + small and stored <= at_step["chunks"] <= stored + small
-    assert at_step["gradients"] == report.gradients
+    reached = 8 * len(list(model_of(Case()).parameters()))  # behind a gradient that has landed: at most 8 bytes for each parameter
+    assert report.gradients <= at_step["gradients"] <= report.gradients + reached
     assert (plan.parameters, plan.trainable) == (report.parameters, report.parameters)
     assert 0 < max(moment.by_cause["full_buffers"] for moment in plan.moments) <= report.full_parameters + (report.root_bytes or 0)
 
