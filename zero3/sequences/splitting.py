@@ -32,8 +32,8 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
             does not change.
 
     Returns:
-        A new dictionary. A sequence of fewer tokens than ranks is filled up to one each: with
-        labels of -100 and a mask of 0.
+        A new dictionary. A sequence of fewer tokens than ranks is filled up to one each,
+        with labels of -100 and a mask of 0.
 
     Raises:
         ValueError: There are neither ids nor embeddings, or ranks of a group have given different
