@@ -41,7 +41,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = False
 
 # Only our own public names can be looked up: a build fetches nothing from other projects' sites. (M is a model's class.)
-nitpick_ignore_regex = [("py:.*", r"(?!zero3\b).*"), ("py:class", r"zero3\.(shard\.M|offload\.optimizer\.Opt|comm\..*)")]
+nitpick_ignore_regex = [("py:.*", r"(?!zero3\b).*"), ("py:class", r"zero3\.((shard|sequences\.tiles)\.M|offload\.optimizer\.Opt|comm\..*)")]
 
 RESULTS = (
     "CheckReport", "Comparison", "Difference", "GuardedStep", "JoinableModel", "LayerProfile", "Moment", "Plan", "Profile", "Report",

@@ -37,6 +37,11 @@ from .policy import ParamInfo, ShardingPolicy
 from .quantized.formats import MXFP4, NF4, Float8, Int8
 from .resilience.batch_finder import BatchFinder
 from .resilience.step_guard import step_guard
+from .sequences.causal_lm import causal_lm_loss
+from .sequences.head import linear_cross_entropy
+from .sequences.parts import attend
+from .sequences.splitting import split_sequence
+from .sequences.tiles import tile
 from .sequential import Zero3Sequential
 from .shard import shard
 from .uneven.joinable import joinable
@@ -58,7 +63,9 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "Zero3Layer",
     "Zero3Sequential",
     "ZeroRedundancyOptimizer",
+    "attend",
     "backward",
+    "causal_lm_loss",
     "check",
     "check_optimizer",
     "clip_grad_norm_",
@@ -71,6 +78,7 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "is_sharded",
     "joinable",
     "latest_checkpoint",
+    "linear_cross_entropy",
     "load_checkpoint",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
@@ -97,6 +105,8 @@ __all__ = [  # noqa: RUF022 (sorted as Python does)
     "set_forward_order",
     "set_trainable",
     "shard",
+    "split_sequence",
     "step_guard",
     "stream_weights",
+    "tile",
 ]

@@ -13,7 +13,9 @@ from torch import nn
 from .access import states_of
 from .core.parameters import unwrapped
 from .guards.module_overrides import Override
-from .layer import RootEntry, Zero3Layer, layers_of, run_sharded
+from .layer import RootEntry, Zero3Layer, layers_of, run_in
+from .sequences.dividing import enter_forward, read_own
+from .sequences.parts import parts_of
 
 __all__: list[str] = []
 
@@ -50,6 +52,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
             "the name of one"
         )
     entry = vars(module).get("forward")
+    if parts_of(module) is not None:
+        Override(owner, method_name, partial(enter_forward, read_own))
     if isinstance(module, Zero3Layer):
         Override(
             module,
@@ -73,11 +77,4 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 def _call_layer(
     method_name: str, layer: Zero3Layer, _: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    method = getattr(layer.module, method_name)
-    runtime = layer._find_runtime(args, kwargs)
-    state = layer._state
-    return (
-        method(*args, **kwargs)
-        if runtime.is_running(state)
-        else run_sharded(runtime, state, layer, method, args, kwargs)
-    )
+    return run_in(layer, getattr(layer.module, method_name), *args, **kwargs)

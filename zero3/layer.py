@@ -17,7 +17,7 @@ from torch import nn
 
 from .build.construction import Request, agree_on, all_but, build_state
 from .build.with_experts import with_experts
-from .comm.factory import is_dealt
+from .comm.factory import is_dealt, parts_over
 from .comm.plain_values import name_of
 from .conductors.noting import keep_transfers
 from .core.autograd import (
@@ -210,6 +210,11 @@ class Zero3Layer(StandIn):
         process_group: Any = None,
     ) -> None:
         super().__init__()
+        if parts_over(process_group) > 1:
+            raise ValueError(
+                "process_group is a mesh with sp, whose ranks hold parts of the same sequences: "
+                "that takes the whole model. Call zero3.shard(model, process_group=mesh)"
+            )
         request = Request(module, rank, world_size, device, dtype, policy, process_group)
         at_home = is_dealt(process_group) or getattr(policy, "expert_parallel", False)
         if at_home and isinstance(module, nn.Module):
@@ -430,6 +435,32 @@ class RootEntry(Override):
             if runtime.is_running(root)
             else run_sharded(runtime, root, module, forward, args, kwargs)
         )
+
+    def enter_again(self, module: nn.Module) -> None:
+        """Puts one like it over what the module's forward is now."""
+        root, runtime = self.root(), self.runtime()
+        if root is not None and runtime is not None:
+            RootEntry(module, root, runtime)
+
+
+def run_in(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Runs `function` where the own parameters of `module` are shown, as a call of the module does.
+    The module may be a layer, or in one, or outside of the layers, or in no sharded model.
+    """
+    if isinstance(module, Zero3Layer):
+        runtime, state = module._find_runtime(args, kwargs), module._state
+        if runtime.is_running(state):
+            return function(*args, **kwargs)
+        return run_sharded(runtime, state, module, function, args, kwargs)
+    entry = vars(module).get("forward")
+    if (
+        isinstance(entry, RootEntry)
+        and (root := entry.root()) is not None
+        and (own := entry.runtime()) is not None
+        and not own.is_running(root)
+    ):
+        return run_sharded(own, root, module, function, args, kwargs)
+    return function(*args, **kwargs)
 
 
 def put(model: nn.Module, module: nn.Module, layer: Zero3Layer) -> None:

@@ -21,6 +21,7 @@ from .build.construction import Request, agree_on, all_but, build_state, device_
 from .build.selecting import formats_of, without_ignored
 from .build.with_experts import with_experts
 from .comm.communicator import is_first
+from .comm.factory import parts_over
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.parameters import (
@@ -39,6 +40,7 @@ from .guards.unshardable import check_parameters
 from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of, put
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
+from .sequences.dividing import check_dividable, divide_sequences
 
 __all__: list[str] = []
 
@@ -120,7 +122,9 @@ def shard(
         process_group: The ranks that share the model: a process group, or a `DeviceMesh` of one
             dimension, or of two, named `("dp_replicate", "dp_shard")`: chunks are cut over the
             second and repeated over the first; or `("dp_shard", "ep")` for `expert_parallel`, see
-            `ShardingPolicy`: all else is cut over all ranks. None: the default group, or this
+            `ShardingPolicy`: all else is cut over all ranks; or `("dp_shard", "sp")`, or with
+            `"dp_replicate"` before them: chunks are cut over both, and the ranks of `sp` hold parts
+            of the same sequences, see `split_sequence`. None: the default group, or this
             process alone if there is no group.
 
     Returns:
@@ -159,6 +163,8 @@ def shard(
         ):
             put(model, module, layer)
     root = build_state(partition.root, is_layer)
+    if parts_over(process_group) > 1:
+        divide_sequences(model, root, process_group)
     _enter_through_root(root, model)
     refuse_merges(model)
     _report(model, root, partition.adapters)
@@ -191,6 +197,8 @@ def _agreed_partition(
     try:
         partition = _partitioned(common, layers, policy)
         _check_together(partition)
+        if (ranks := parts_over(common.process_group)) > 1:
+            check_dividable(common.module, ranks, [part.policy for part in partition.layers])
         partition = _with_adapters(partition)
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught

@@ -24,7 +24,7 @@ LIVES = [
 ]
 
 
-def launch(world: World, body: Callable[[Place], Any]) -> list[Any]:
+def launch(world: World, body: Callable[[Place], Any], parts: int = 1) -> list[Any]:
     from tests.device.ranks import run_ranks
 
     replicas, shards = world
@@ -32,7 +32,9 @@ def launch(world: World, body: Callable[[Place], Any]) -> list[Any]:
 
     def rank(number: int) -> Any:
         device = torch.device("cuda", number)
-        mesh = init_device_mesh("cuda", world, mesh_dim_names=("dp_replicate", "dp_shard")) if replicas else None
+        sizes = [*([replicas] if replicas else []), shards // parts, parts][: 3 if parts > 1 else 2]
+        names = ("dp_replicate", "dp_shard", "sp")[not replicas : 3 if parts > 1 else 2]
+        mesh = init_device_mesh("cuda", tuple(sizes), mesh_dim_names=names) if replicas or parts > 1 else None
         return body(Place(number, size, mesh, device))
 
     return run_ranks(size, rank)

@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
@@ -163,6 +164,15 @@ def given(rank: Rank, directory: Path, name: str) -> dict[str, Any]:
         names |= {"AutoModelForCausalLM": AutoModelForCausalLM, "config": LlamaConfig(**sizes)}
         if rank.number == 0:
             AutoModelForCausalLM.from_config(names["config"]).save_pretrained(names["directory"])
+    if name in ("linear_cross_entropy", "causal_lm_loss", "tile", "split_sequence"):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 11}
+        labels = {} if name == "linear_cross_entropy" else {"labels": torch.randint(11, (3, 4))}
+        names |= {"model": zero3.shard(LlamaForCausalLM(LlamaConfig(**sizes))), "targets": torch.randint(11, (3, 4))}
+        names["batch"] = {"input_ids": torch.randint(11, (3, 4)), **labels}
+    q = torch.randn(1, 2, 4, 3)
+    names |= {"q": q, "k": q, "v": q, "partial": partial, "scaled_dot_product_attention": nn.functional.scaled_dot_product_attention}
     (directory / name).mkdir(parents=True, exist_ok=True)
     return names
 

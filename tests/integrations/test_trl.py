@@ -55,7 +55,22 @@ def sft(ours: bool, lora: bool, directory: Path, given: Any = None, **options: A
         **options,
     }
     data = {"train_dataset": chats(24), "eval_dataset": chats(5, 3), "processing_class": tokenizer(), "peft_config": adapters(lora)}
+    data |= {"sequence_parallel": chosen.pop("sequence_parallel")} if "sequence_parallel" in chosen else {}
     return with_mixin(trl.SFTTrainer, ours)(model=given or model(), args=arguments(directory, trl.SFTConfig, **chosen), **data)
+
+
+def sft_in_parts(rank: Rank, parts: int) -> dict[str, Any]:
+    with launched(rank):
+        trainer = sft(True, False, rank.scratch, per_device_train_batch_size=2, sequence_parallel=parts)
+        trainer.train()
+        return {key: logged(trainer, key) for key in ("loss", "grad_norm", "entropy", "mean_token_accuracy")}
+
+
+def test_sft_whose_ranks_share_sequences_gives_what_one_process_gives() -> None:
+    (alone,) = on_ranks(1, sft_in_parts, 1)
+    for found in on_ranks(2, sft_in_parts, 2):
+        for key, values in alone.items():
+            assert np.allclose(found[key], values, rtol=2e-5, atol=0), key
 
 
 def dpo(ours: bool, lora: bool, directory: Path, pairs: Any = None, **options: Any) -> Any:

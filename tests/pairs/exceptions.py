@@ -48,6 +48,11 @@ EXCLUDED: dict[Names, Refusal] = {
     ("dynamic", "expert_parallel"): Refusal(ValueError, "a rank that leaves out a layer of experts would keep what others' tokens need"),
     ("expert_parallel", "joinable"): Refusal(ValueError, "a rank without data owns experts that others need: it calls the model, too"),
     ("expert_parallel", "param_groups align"): Refusal(ValueError, "blocks of an optimizer's state would have cuts of their own"),
+    ("dynamic", "sequences"): Refusal(
+        ValueError, "ranks that share sequences would leave out different layers, and exchange nothing there"
+    ),
+    ("expert_parallel", "sequences"): Refusal(ValueError, "tokens and heads would travel among different ranks of one mesh"),
+    ("joinable", "sequences"): Refusal(ValueError, "a rank without data leaves a hole in the sequences that the others compute with"),
     ("quantize", "full_params"): Refusal(RuntimeError, "what is written would be quantised once more, and lose more"),
 }
 

@@ -60,6 +60,7 @@ class Row:
     world: World | None = None
     tolerance = 1e-9
     streams = False
+    parts = 1  # ranks that hold parts of the same sequences
     uneven = False  # micro-batches have different numbers of tokens
     forward: Callable[..., Tensor] | None = None  # in place of the model's own
 
@@ -122,6 +123,8 @@ class Row:
         """Those of later chapters."""
         return []
 
+    chunks: bool | None = None  # whether ranks make the loss without logits
+
     # -- in one process
 
     def plain_begins(self, one: Plain) -> None: ...
@@ -151,6 +154,7 @@ class Life:
         self.micros = max([1, *(row.micros for row in rows)])
         self.tolerance = max([1e-9, *(row.tolerance for row in rows)])
         self.uneven = any(row.uneven for row in rows)
+        self.parts = max(row.parts for row in rows)
         first = next((row.world for row in rows if row.world), GROUP)
         self.chapters = [first, *(world for row in rows for world in row.worlds(first))]
         self.last += len(self.chapters) - 1
@@ -162,9 +166,16 @@ class Life:
     def epochs(self, chapter: int) -> range:
         return range(self.last + 1) if len(self.chapters) == 1 else [range(self.last - 1), range(self.last - 1, self.last + 1)][chapter]
 
-    def data(self, epoch: int, step: int, micro: int, rank: int) -> Data:
-        number = ((epoch * 10 + step) * 10 + micro) * 10 + rank
-        return Data(1000 * number + self.seed % 1000, 1 + (rank + micro + step) % 3 if self.uneven else 2)
+    def parts_in(self, world: World) -> int:
+        return self.parts if world[1] % self.parts == 0 else 1
+
+    def data(self, epoch: int, step: int, micro: int, rank: int, parts: int = 1) -> Data:
+        """`parts`: so many ranks hold parts of the same sequences."""
+        found = []
+        for other in range(rank - rank % parts, rank - rank % parts + parts):
+            number = ((epoch * 10 + step) * 10 + micro) * 10 + other
+            found.append(Data(1000 * number + self.seed % 1000, 1 + (rank // parts + micro + step) % 3 if self.uneven else 2))
+        return replace(found[rank % parts], whole=tuple(found) if parts > 1 else ())
 
     def drops(self, epoch: int, step: int, micro: int) -> bool:
         return any(row.drops(self, epoch, step, micro) for row in self.rows)
@@ -193,7 +204,7 @@ class Side:
 
     def __init__(self, life: Life) -> None:
         self.life, self.epoch, self.step_number, self.finished = life, 0, 0, 0
-        self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
+        self.rank, self.world_size, self.device, self.parts = 0, 1, torch.device("cpu"), 1
         self.shown: dict[tuple[int, str], Tensor] = {}
         self.notes: dict[str, Any] = {}  # what rows remember
         self.stepping: Callable[[], Any] = self.finish
@@ -217,17 +228,31 @@ class Side:
         raise NotImplementedError
 
     def prepare(self, model: Any, rank: int, micro: int) -> None:
-        for row in self.life.rows:
-            row.prepares(self, model, rank, micro)
+        for row in self.life.rows:  # ranks that share sequences do the same with them
+            row.prepares(self, model, rank - rank % self.parts, micro)
 
     def measured(self, model: Any, data: Data) -> Tensor:
         """The loss of `model`, plain or sharded."""
-        words, numbers = data.inputs(self.device)
+        words, numbers = self.inputs(data)
         forward = self.life.chosen("forward")
         if forward is not None:
-            found: Tensor = self.leaving(forward(model, words, self.entering(numbers)))
+            found: Tensor = self.leaving(self.part(forward(model, words, self.entering(numbers)), data))
             return found.pow(2).mean()
-        return cross_entropy(self.leaving(model(words, self.entering(numbers))).flatten(0, 1), data.targets(self.device))
+        if self.life.chosen("chunks") and isinstance(self, Sharded):
+            model.targets = data.targets(self.device)
+            try:
+                return self.leaving(model(words, self.entering(numbers)))
+            finally:
+                model.targets = None
+        scores = self.part(model(words, self.entering(numbers)), data)
+        return cross_entropy(self.leaving(scores).flatten(0, 1), data.targets(self.device))
+
+    def inputs(self, data: Data) -> tuple[Tensor, Tensor]:
+        return data.inputs(self.device)
+
+    def part(self, output: Tensor, data: Data) -> Tensor:
+        """A rank's part of an output."""
+        return output
 
     def entering(self, numbers: Tensor) -> Tensor:
         return numbers
@@ -267,6 +292,7 @@ class Sharded(Side):
     def __init__(self, life: Life, chapter: int, place: Place, model: Model, folder: Path) -> None:
         super().__init__(life)
         self.rank, self.world_size, self.group, self.device = place
+        self.parts = life.parts_in(life.chapters[chapter])
         self.folder, self.chapter = folder, chapter
         self.each("builds", model)
         policy = replace(life.policy, offload=folder) if life.policy.offload == FILES else life.policy
@@ -304,7 +330,7 @@ class Sharded(Side):
         with ExitStack() as stack:
             for row in self.life.rows:
                 stack.enter_context(row.around(self, micro))
-            data = self.life.data(self.epoch, self.step_number, micro, self.rank)
+            data = self.life.data(self.epoch, self.step_number, micro, self.rank, self.parts)
             loss = self.measured(self.model, data)
             for row in self.life.rows:
                 loss = row.loss(self, loss, data, self.rank)
@@ -355,6 +381,18 @@ class Plain(Side):
 
     def enter(self, world: World) -> None:
         self.world_size, self.shards = max(1, world[0]) * world[1], world[1]
+        self.parts = self.life.parts_in(world)
+
+    def inputs(self, data: Data) -> tuple[Tensor, Tensor]:
+        """Of whole sequences."""
+        words, numbers = zip(*(each.inputs(self.device) for each in data.whole or (data,)), strict=True)
+        return torch.cat(words, 1), torch.cat(numbers, 1)
+
+    def part(self, output: Tensor, data: Data) -> Tensor:
+        if not data.whole:
+            return output
+        index = [each.seed for each in data.whole].index(data.seed)
+        return output.chunk(len(data.whole), 1)[index]
 
     def train(self) -> None:
         steps = max(self.steps_of(rank) for rank in range(self.world_size))
@@ -390,7 +428,7 @@ class Plain(Side):
 
     def micro_batch(self, micro: int) -> None:
         for rank in self.ranks():
-            data = self.life.data(self.epoch, self.step_number, micro, rank)
+            data = self.life.data(self.epoch, self.step_number, micro, rank, self.parts)
             self.now = model = self.seen()
             self.prepare(model, rank, micro)
             with ExitStack() as stack:
@@ -452,7 +490,7 @@ def told(life: Life) -> Plain:
     return plain
 
 
-Launch = Callable[[World, Callable[[Place], Any]], list[Any]]  # runs a body on each rank
+Launch = Callable[..., list[Any]]  # runs a body on each rank
 Body = Callable[[Sharded], Any]  # what a rank tells at the end of a chapter
 
 
@@ -471,7 +509,8 @@ def shared(life: Life, launch: Launch, folder: Path, body: Body) -> Iterator[lis
                 one.each("ends")
             return body(one)
 
-        yield launch(world, rank)
+        parts = life.parts_in(world)
+        yield launch(world, rank, parts=parts) if parts > 1 else launch(world, rank)
 
 
 def live(life: Life, launch: Launch, folder: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+import zero3
 from tests.support.models import ONE_GENERATOR, Fuse
 
 WORDS, WIDTH, BLOCKS = 11, 8, 3
@@ -28,6 +29,7 @@ class Shape:
     dtype: torch.dtype = torch.float64
     meta: bool = False  # ranks make it without values
     experts: bool = False  # two blocks have experts
+    attends: bool = False  # tokens see each other
 
 
 class Experts(nn.Module):
@@ -61,8 +63,9 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, adapted: bool, experts: bool = False) -> None:
+    def __init__(self, hidden: int, adapted: bool, experts: bool = False, attends: bool = False) -> None:
         super().__init__()
+        self.attends = attends
         self.mixture = Mixture(hidden // 8 + 1) if experts else None
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.first = nn.Parameter(torch.randn(1, WIDTH) / 3) if adapted else None
@@ -72,6 +75,10 @@ class Block(nn.Module):
         """`unused`: what of it computes nothing: "bias", "block" or nothing."""
         if unused == "block":
             return x * 1
+        if self.attends:
+            heads = x.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+            found = zero3.attend(scaled_dot_product_attention, heads, heads * 0.5, torch.tanh(heads))
+            x = x + found.transpose(1, 2).flatten(2)
         hidden = torch.tanh(self.up(x))
         y = linear(hidden, self.down.weight) if unused == "bias" else self.down(hidden)
         y = y if self.mixture is None else y + self.mixture(x)
@@ -88,7 +95,7 @@ class Model(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        blocks = [Block(40 + 8 * number, shape.adapted, shape.experts and number > 0) for number in range(BLOCKS)]
+        blocks = [Block(40 + 8 * number, shape.adapted, shape.experts and number > 0, shape.attends) for number in range(BLOCKS)]
         self.blocks = nn.ModuleList(blocks)  # inner widths tell blocks apart
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
@@ -99,9 +106,13 @@ class Model(nn.Module):
         self.blows: tuple[str, type[BaseException]] | None = None  # in which phase to fail, and with what
         self.skips: set[int] = set()
         self.unused: dict[int, str] = {}
+        self.targets: Tensor | None = None  # then the model gives its loss, and makes no logits
 
     def forward(self, words: Tensor, numbers: Tensor) -> Tensor:
-        return self.head(self.norm(self.through_blocks(words, numbers)))
+        hidden = self.norm(self.through_blocks(words, numbers))
+        if self.targets is None:
+            return self.head(hidden)
+        return zero3.linear_cross_entropy(hidden, self.head, self.targets.view_as(words), reduction="sum") / words.numel()
 
     def encode(self, words: Tensor, numbers: Tensor) -> Tensor:
         """Another method than `forward`. It reads parameters of the root's own."""
@@ -163,6 +174,7 @@ class Data:
 
     seed: int
     rows: int = 2
+    whole: tuple[Data, ...] = ()  # those of all ranks that share its sequences
 
     def inputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)

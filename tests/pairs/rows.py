@@ -276,7 +276,7 @@ class TokenMean(Row):
 
     def plain_weight(self, one: Plain) -> float:
         life, micros = one.life, [micro for micro in range(one.life.micros) if not one.life.drops(one.epoch, one.step_number, micro)]
-        tokens = sum(life.data(one.epoch, one.step_number, micro, rank).rows for micro in micros for rank in one.ranks())
+        tokens = sum(life.data(one.epoch, one.step_number, micro, rank, one.parts).rows for micro in micros for rank in one.ranks())
         return (one.world_size if life.policy.gradient_reduction == "mean" else 1) / tokens
 
 
@@ -397,15 +397,17 @@ class Between(Row):
             one.show(self.words[0], self.shows(one, one.seen(), rank), rank)
 
     @staticmethod
-    def measured(one: Side, model: Any, rank: int) -> Tensor:
+    def measured(one: Side, model: Any, rank: int, divides: bool = True) -> Tensor:
         one.prepare(model, rank, 9)
-        return one.measured(model, one.life.data(one.epoch, 8, 0, rank))
+        return one.measured(model, one.life.data(one.epoch, 8, 0, rank, one.parts if divides else 1))
 
 
 class Evaluated(Between):
+    divides = True  # whether ranks that share sequences do it here
+
     def shows(self, one: Side, model: Any, rank: int) -> Tensor:
         with torch.no_grad():
-            return self.measured(one, model, rank)
+            return self.measured(one, model, rank, self.divides)
 
 
 class Unwalked(Between):
@@ -423,6 +425,8 @@ class Unwalked(Between):
 
 class Resident(Evaluated):
     """Ranks evaluate on their own, as often as they like."""
+
+    divides = False
 
     def between(self, one: Sharded) -> None:
         with zero3.resident(one.model):
@@ -515,6 +519,28 @@ class Materialized(Row):
         one.model.apply(drawn)
 
 
+class Chunked(Row):
+    """The loss without logits."""
+
+    chunks = True
+
+    def builds(self, one: Sharded, model: Any) -> None:
+        assert callable(zero3.linear_cross_entropy)
+
+
+class Tiled(Row):
+    """A few tokens at a time."""
+
+    def builds(self, one: Sharded, model: Any) -> None:
+        for block in model.blocks:
+            zero3.tile(block.up, 2)
+            zero3.tile(block.down, 1)
+        zero3.tile(model.norm, 2)
+
+    def begins(self, one: Sharded) -> None:
+        zero3.tile(one.model.head, 2)
+
+
 class Registered(Row):
     def begins(self, one: Sharded) -> None:
         zero3.register_forward_method(one.model, "encode")
@@ -531,7 +557,7 @@ class Twice(Row):
 
     def loss(self, one: Side, loss: Tensor, data: Data, rank: int) -> Tensor:
         model = one.model if isinstance(one, Sharded) else one.now
-        return loss + one.measured(model, one.life.data(one.epoch, 9, 0, rank))
+        return loss + one.measured(model, one.life.data(one.epoch, 9, 0, rank, one.parts))
 
 
 class Fetched(Row):
@@ -629,6 +655,9 @@ AXES: dict[str, dict[str, Row]] = {
     "autocast": {"bf16": Autocast("autocast", shape={"dtype": torch.float32})},
     "register_forward_method": {"encode": Registered("register_forward_method")},
     "forwards": {"two": Twice("forward", streams=True)},
+    "sequences": {"parts": Row("sp", shape={"attends": True}, parts=2, streams=True)},
+    "linear_cross_entropy": {"": Chunked("linear_cross_entropy", streams=True)},
+    "tile": {"2": Tiled("tile", streams=True)},
     "backward": {"token mean": TokenMean("backward", streams=True)},
     "GradScaler": {"overflow": Scaled("GradScaler", streams=True)},
     "forward nobody walks": {"": Unwalked("forward", streams=True)},

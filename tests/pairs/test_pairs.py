@@ -23,9 +23,9 @@ LIVES = covering(PAIRS)
 # Public names that no row is about, and why.
 ELSEWHERE = {
     "what shards": ["ShardingPolicy", "Zero3Layer", "Zero3Sequential", "is_sharded"],
-    "described by other rows": ["ParamInfo", "MXFP4", "reduce_gradients", "parameter_norms", "set_forward_order"],
+    "described by other rows": ["ParamInfo", "MXFP4", "reduce_gradients", "parameter_norms", "set_forward_order", "attend"],
     "makes no step": ["check", "check_optimizer", "Cluster", "plan", "latest_checkpoint"],
-    "of Hugging Face's models": ["load_pretrained", "save_merged", "save_pretrained"],
+    "of Hugging Face's models": ["load_pretrained", "save_merged", "save_pretrained", "causal_lm_loss", "split_sequence"],
     "of models that are not sharded": ["ZeroRedundancyOptimizer"],
 }
 

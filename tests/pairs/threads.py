@@ -17,15 +17,20 @@ from tests.pairs.joining import on_threads
 from tests.pairs.life import Life, Place, World, live
 from tests.pairs.rows import ROWS
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
+from tests.support.ranks import World as Meeting
 from zero3.diagnose.hang import judge, models_in
 
 PATIENCE = 20.0  # seconds that a rank waits for another one
 
 
-def launch(world: World, body: Callable[[Place], Any], kind: type[ThreadCommunicator] | None = None) -> list[Any]:
+def launch(world: World, body: Callable[[Place], Any], kind: type[ThreadCommunicator] | None = None, parts: int = 1) -> list[Any]:
     replicas, shards = world
+    shared = [Meeting(parts, PATIENCE) for _ in range(max(1, replicas) * shards // parts)]
 
     def rank(group: Any) -> Any:
+        if parts > 1:
+            number, index = divmod(group.rank, parts)
+            group.sequence_group = ThreadCommunicator(shared[number], index, f"sp {number}", group.rank)
         return body(Place(group.rank, group.world_size, group, torch.device("cpu")))
 
     return run_mesh(replicas, shards, rank, PATIENCE, kind=kind) if replicas else run_ranks(shards, rank, PATIENCE, kind=kind)

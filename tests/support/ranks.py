@@ -375,6 +375,19 @@ def run_ranks(
     return _run(size, lambda rank: body(kind(world, rank)), [world], timeout)
 
 
+def run_parts(groups: int, parts: int, body: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
+    """Runs `body` on threads as a mesh `("dp_shard", "sp")`: each group's threads hold parts of the same sequences."""
+    world = World(groups * parts, timeout)
+    shared = [World(parts, timeout, world.order) for _ in range(groups)]
+
+    def group_of(rank: int) -> Any:
+        made: Any = ThreadCommunicator(world, rank)
+        made.sequence_group = ThreadCommunicator(shared[rank // parts], rank % parts, f"sp {rank // parts}", rank)
+        return made
+
+    return _run(groups * parts, lambda rank: body(group_of(rank)), [world, *shared], timeout)
+
+
 def _run(size: int, body: Callable[[int], Any], worlds: list[World], timeout: float) -> list[Any]:
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size

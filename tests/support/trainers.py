@@ -104,7 +104,9 @@ def logged(trainer: Any, *keys: str) -> list[tuple[float, ...]]:
 def trainer_of(ours: bool, model: Any, directory: Any, count: int = 32, **options: Any) -> Any:
     """Stock `Trainer`, or ours. `options`: of the training arguments, but for `callbacks`, `policy` and what else a Trainer takes."""
     own = {
-        key: options.pop(key) for key in ("callbacks", "policy", "layers", "optimizers", "compute_metrics", "model_init") if key in options
+        key: options.pop(key)
+        for key in ("callbacks", "policy", "layers", "optimizers", "compute_metrics", "model_init", "sequence_parallel", "chunked_head")
+        if key in options
     }
     if ours:
         from zero3.integrations.transformers import Zero3Trainer as Kind

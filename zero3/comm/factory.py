@@ -7,18 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .communicator import Communicator, SoloCommunicator
 from .gloo import IDENTITY_BYTES as IDENTITY_BYTES
 from .gloo import GlooCommunicator
-from .mesh import BlocksCommunicator, MeshCommunicator
+from .mesh import BlocksCommunicator, MeshCommunicator, shards_of
 from .process_group import GroupCommunicator, board_of
 
 __all__: list[str] = []
 
 _MESH = ("dp_replicate", "dp_shard")
 _DEALT = ("dp_shard", "ep")
+_PARTS = ("dp_shard", "sp")
 _NOT_A_MEMBER = (
     "this process is not a member of the process_group it passed: only members may build the layer"
 )
@@ -122,6 +123,49 @@ class Dealer:
         return Dealing(ranks, whole, at, own, block)
 
 
+class Shared(NamedTuple):
+    """The ranks that hold parts of the same sequences. They are consecutive."""
+
+    group: Communicator
+    part: int  # which is this rank's
+    members: tuple[int, ...]  # their numbers among all ranks
+
+
+def mesh_of_parts(parts: int, device: torch.device) -> Any:
+    """A mesh of all ranks, each `parts` of which, one after another, share sequences.
+
+    Raises:
+        ValueError: The ranks can't be divided so.
+    """
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or ranks % parts:
+        raise ValueError(
+            f"sequence_parallel={parts!r}: {ranks} ranks can't be divided into groups of so many"
+        )
+    return init_device_mesh(device.type, (ranks // parts, parts), mesh_dim_names=_PARTS)
+
+
+def parts_over(process_group: Any) -> int:
+    """Over how many ranks a mesh divides sequences."""
+    names = getattr(process_group, "mesh_dim_names", None) or ()
+    if isinstance(process_group, DeviceMesh):
+        return int(process_group.size(process_group.ndim - 1)) if names[-1:] == ("sp",) else 1
+    group = getattr(process_group, "sequence_group", None)  # of a communicator of the caller's own
+    return 1 if group is None else int(group.world_size)
+
+
+def shares_sequences(process_group: Any, model: Communicator, device: torch.device) -> Shared:
+    """`model`: the communicator of all ranks, those of `process_group`. All ranks call it."""
+    if isinstance(process_group, DeviceMesh):
+        group = communicator_for(process_group.get_group("sp"), device)
+    else:
+        group = process_group.sequence_group
+    if group.same_ranks(shards_of(model)):  # then gathers and reductions go another way
+        group = group.duplicate()
+    first = model.rank - group.rank
+    return Shared(group, group.rank, tuple(range(first, first + group.world_size)))
+
+
 def process_group_of(communicator: Communicator) -> Any:
     """The process group of a communicator's ranks, for torch's own tools. None if it has no
     group.
@@ -195,14 +239,18 @@ def _completed(communicator: Any) -> Communicator:
 
 def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
     names = mesh.mesh_dim_names
-    if is_dealt(mesh):
+    if is_dealt(mesh) or names == _PARTS:
         return communicator_for(_flat_group(mesh), device)
+    if names == (_MESH[0], *_PARTS):
+        shards = _flat_group(mesh[_PARTS]) if mesh.size(0) > 1 else _flat_group(mesh)
+        return _of_replicas(mesh.mesh.flatten(1), (mesh.get_group(0), shards), device)
     if mesh.ndim > 2 or (mesh.ndim == 2 and names != _MESH):
         raise WrongMesh(
             f"process_group is a mesh of shape {tuple(mesh.mesh.shape)} with the dimensions "
             f"{names}. Expected is a mesh of one dimension, over which chunks are cut, or of two "
             f"named {_MESH}: chunks are cut over the second and repeated over the first. Or, with "
-            f"expert_parallel=True, {_DEALT}: experts are dealt over the second. "
+            f"expert_parallel=True, {_DEALT}: experts are dealt over the second. Or "
+            f"{_PARTS} or {(_MESH[0], *_PARTS)}: sequences are divided over the last. "
             'Slice a larger mesh: mesh["dp_replicate", "dp_shard"]'
         )
     ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
@@ -213,11 +261,17 @@ def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(_NOT_A_MEMBER)
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return _of_replicas(ranks, ([None, *groups] if mesh.ndim == 1 else groups), device)
+
+
+def _of_replicas(ranks: torch.Tensor, groups: Any, device: torch.device) -> Communicator:
+    """`ranks` `[replicas, shards]`; `groups`: among replicas, and among shards."""
     replicas, shards = ranks.shape
     if replicas == 1:
-        return communicator_for(mesh.get_group(mesh.ndim - 1), device)
-    column = communicator_for(mesh.get_group(0), device)
-    row = communicator_for(mesh.get_group(1), device) if shards > 1 else SoloCommunicator()
+        return communicator_for(groups[1], device)
+    column = communicator_for(groups[0], device)
+    row = communicator_for(groups[1], device) if shards > 1 else SoloCommunicator()
     return MeshCommunicator(row, column, ranks.flatten().tolist())  # type: ignore[arg-type]  # the column is a group
 
 
@@ -233,7 +287,7 @@ def _flat_group(mesh: DeviceMesh) -> Any:
         raise ValueError(_NOT_A_MEMBER)
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    return mesh._flatten("_".join(_DEALT)).get_group()
+    return mesh._flatten("_".join(mesh.mesh_dim_names or ())).get_group()
 
 
 def _alone() -> Communicator:

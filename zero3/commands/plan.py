@@ -132,6 +132,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="layers gathered ahead (%(default)s)",
     )
+    parser.add_argument(
+        "--sp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that hold parts of the same sequences (%(default)s)",
+    )
+    parser.add_argument(
+        "--chunked-head", action="store_true", help="the loss is made without whole logits"
+    )
+    parser.add_argument(
+        "--tile", type=int, metavar="N", help="tokens that a block's inner maps compute at a time"
+    )
     parser.add_argument("--mesh", metavar="RxS", help="replicas x ranks that share the model")
     parser.add_argument(
         "--rank",
@@ -208,6 +221,9 @@ def _plan(options: argparse.Namespace) -> Plan:
         master_dtype=_DTYPES.get(options.master_dtype),
         mesh=None if options.mesh is None else _mesh_of(options.mesh),
         rank=options.rank,
+        sequence_parallel=options.sp,
+        chunked_head=options.chunked_head,
+        tile=options.tile,
     )
 
 

@@ -21,6 +21,7 @@ from ..policy import (
     shards_parameters,
 )
 from ..quantized.wire import is_stochastic
+from ..sequences.parts import parts_of
 
 __all__: list[str] = []
 
@@ -55,6 +56,7 @@ class Report:
         largest_layer_bytes: Bytes of its full parameters.
         experts: How many experts stay at home on this rank, and how many the model has, over all of
             its layers with `expert_parallel`. They have no full buffers and no full gradients.
+        parts: The number of ranks that hold parts of the same sequences.
         root_bytes: Bytes of the root's own layer's full parameters, which stay from forward to the
             end of backward. None without `shard`.
     """
@@ -75,6 +77,7 @@ class Report:
     largest_layer: str
     largest_layer_bytes: int
     experts: tuple[int, int]
+    parts: int
     root_bytes: int | None
 
     def __str__(self) -> str:
@@ -90,6 +93,9 @@ class Report:
         )
         here, everywhere = self.experts
         experts = f"{here} of {everywhere} experts stay here, tokens travel. " if everywhere else ""
+        sequences = (
+            f"It holds parts of sequences over {self.parts} ranks. " if self.parts > 1 else ""
+        )
         rests = f" in {' and '.join(self.rests)}" if self.rests != ("memory",) else ""
         stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
         return (
@@ -99,7 +105,8 @@ class Report:
             f"step holds up to {megabytes(self.full_parameters)} of full parameters and "
             f"{megabytes(self.full_gradients)} of full gradients. The largest layer is "
             f"{self.largest_layer} with {megabytes(self.largest_layer_bytes)}{root}. "
-            f"{experts}{''.join(f'{text}. ' for text in self.transfers)}{'; '.join(self.policies)}"
+            f"{experts}{sequences}{''.join(f'{text}. ' for text in self.transfers)}"
+            f"{'; '.join(self.policies)}"
         )
 
 
@@ -127,6 +134,7 @@ def report(model: nn.Module) -> Report:
         for module in model.modules()
         if (root := vars(module).get("_zero3_root")) is not None
     }
+    parts = parts_of(model)
     largest = max(states, key=lambda state: (id(state) not in roots, state.full_nbytes()))
     chunks: dict[str, int] = {}
     gathered: dict[str, int] = {}
@@ -169,6 +177,7 @@ def report(model: nn.Module) -> Report:
         largest_layer=largest.label,
         largest_layer_bytes=largest.full_nbytes(),
         experts=_experts(states),
+        parts=1 if parts is None else parts.size,
         root_bytes=sum(state.full_nbytes() for state in states if id(state) in roots)
         if roots
         else None,

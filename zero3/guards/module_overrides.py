@@ -60,16 +60,27 @@ class Override:
         )
         self._name = name
         self._module = weakref.ref(module)
-        self._around = around
+        self.around = around
         # whose attributes are its own; a function's are what others have noted on it
         outside = isinstance(self._own, Override)
         functools.update_wrapper(
             self, self._own or self._plain, updated=() if outside else functools.WRAPPER_UPDATES
         )
-        module.__dict__[name] = self
+        self._put(module, self)
 
     def runs(self, around: Callable[..., Any]) -> bool:
-        return self._around is around
+        return self.around is around
+
+    def undo(self) -> None:
+        """The module has again what it had before. It must be the last one of that name."""
+        if (module := self._module()) is not None:
+            self._put(module, self._own)
+
+    def _put(self, module: nn.Module, what: Callable[..., Any] | None) -> None:
+        if what is None:
+            del module.__dict__[self._name]
+        else:
+            module.__dict__[self._name] = what
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -81,7 +92,7 @@ class Override:
         module = self._module()
         if module is None:
             raise RuntimeError(f"the model that this {self._plain.__qualname__} belongs to is gone")
-        return self._around(
+        return self.around(
             module, self._own or functools.partial(self._plain, module), *args, **kwargs
         )
 

@@ -22,6 +22,7 @@ from ..huggingface.save_pretrained import save_pretrained
 from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
+from ..sequences.parts import parts_of
 from .handover import Handover, check_chunks, check_together, is_chunk
 from .preparing import Policy, Sharding, computes_in_low_precision
 from .versions import require
@@ -29,7 +30,7 @@ from .versions import require
 require("accelerate", __name__)
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
+from accelerate.utils import DistributedType, recursively_apply  # noqa: E402
 
 __all__ = ["Zero3Accelerator"]
 
@@ -66,11 +67,14 @@ class Zero3Accelerator(Accelerator):
         policy: As for `zero3.shard`. None: what `mixed_precision` asks for.
         layers: As for `zero3.shard`.
         sync_each_batch: Whether `accumulate` reduces the gradients of every micro-batch.
+        sequence_parallel: Each so many ranks, one after another, hold parts of the same sequences:
+            prepared loaders give them the same batches, for `zero3.split_sequence`.
         kwargs: As for `accelerate.Accelerator`.
 
     Raises:
         ValueError: `mixed_precision` or the kind of distribution (FSDP, DeepSpeed, Megatron-LM)
-            can't be had together with zero3.
+            can't be had together with zero3; or `parallelism_config` divides sequences in other
+            ways.
 
     Example::
 
@@ -98,17 +102,21 @@ class Zero3Accelerator(Accelerator):
         policy: Policy = None,
         layers: Layers = None,
         sync_each_batch: bool = True,
+        sequence_parallel: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.shards_with(Sharding(policy, layers), sync_each_batch=sync_each_batch)
+        sharding = Sharding(policy, layers, parts=sequence_parallel)
+        self.shards_with(sharding, sync_each_batch=sync_each_batch)
 
     def shards_with(self, sharding: Sharding, *, sync_each_batch: bool) -> None:
         """What a constructor adds to accelerate's: for an Accelerator that another library has
         made, and whose class was changed.
         """
         _check(self.distributed_type, self.mixed_precision, self.device)
+        _check_sequences(getattr(self, "parallelism_config", None))
         self._sharding, self._saves_apart = sharding, False
+        self._deals = self._one_of_each_group = False
         self.gradient_state.plugin_kwargs["sync_each_batch"] = sync_each_batch
         if self.scaler is not None:
             self.scaler = GradScaler(
@@ -124,6 +132,58 @@ class Zero3Accelerator(Accelerator):
         """Shards a model that is not sharded yet, as `prepare` does."""
         if not is_sharded(model) and any(True for _ in model.parameters()):
             self._sharding.shard(model, self.device, self.mixed_precision)
+        parts = parts_of(model)
+        if (1 if parts is None else parts.size) != self._sharding.parts and is_sharded(model):
+            raise ValueError(
+                f"sequence_parallel={self._sharding.parts}, and the model was sharded so that "
+                f"{'no' if parts is None else parts.size} ranks share sequences: give zero3.shard "
+                'a mesh ("dp_shard", "sp") of that size'
+            )
+
+    # -- loaders: the ranks of a group, which share sequences, are one process to them
+
+    @property
+    def num_processes(self) -> int:
+        ranks: int = super().num_processes
+        return ranks // self._sharding.parts if vars(self).get("_deals") else ranks
+
+    @property
+    def process_index(self) -> int:
+        index: int = super().process_index
+        return index // self._sharding.parts if vars(self).get("_deals") else index
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's. Ranks that share sequences get the same batches."""
+        if self._sharding.parts == 1:
+            return super().prepare_data_loader(*args, **kwargs)
+        if self.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches=True deals batches to each rank, and sequence_parallel to each "
+                "group of ranks: leave it out"
+            )
+        self.dataloader_config.dispatch_batches, self._deals = False, True
+        try:
+            return super().prepare_data_loader(*args, **kwargs)
+        finally:
+            self._deals = False
+
+    def gather(self, tensor: Any) -> Any:
+        found = super().gather(tensor)
+        return recursively_apply(self._firsts, found) if self._one_of_each_group else found
+
+    def _firsts(self, gathered: Tensor) -> Tensor:
+        """What the first rank of each group has given."""
+        ranks = gathered.chunk(self.num_processes)
+        return torch.cat(ranks[:: self._sharding.parts])
+
+    @contextmanager
+    def one_of_each_group(self, *, on: bool = True) -> Iterator[None]:
+        """Inside, `gather` takes one rank's values for those of its group, which all have them."""
+        before, self._one_of_each_group = self._one_of_each_group, on and self._sharding.parts > 1
+        try:
+            yield
+        finally:
+            self._one_of_each_group = before
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Shards models, hands their chunks to their optimizers, and prepares everything else as
@@ -319,6 +379,16 @@ class Zero3Accelerator(Accelerator):
 
 def _holds_chunks(optimizer: Any) -> bool:
     return any(map(is_chunk, held_by(optimizer)))
+
+
+def _check_sequences(config: Any) -> None:
+    for name in ("sp_size", "cp_size"):
+        if (getattr(config, name, None) or 1) > 1:
+            raise ValueError(
+                f"parallelism_config with {name}={getattr(config, name)}: it exchanges in another "
+                "way, which does not know of sharded models. Use sequence_parallel="
+                f"{getattr(config, name)}"
+            )
 
 
 def _check(kind: Any, mixed_precision: str, device: torch.device) -> None:

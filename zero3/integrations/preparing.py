@@ -18,11 +18,12 @@ from ..access import states_of
 from ..auto_wrap import Layers, choose
 from ..comm.agreement import agree
 from ..comm.communicator import is_first
-from ..comm.factory import communicator_for
+from ..comm.factory import communicator_for, mesh_of_parts
 from ..core.layer_state import LayerState
 from ..guards.module_overrides import Override
 from ..layer import RootEntry, Zero3Layer, layers_of, run_sharded
 from ..policy import ShardingPolicy
+from ..sequences.head import output_head
 from ..shard import PolicyOf, shard
 
 __all__: list[str] = []
@@ -50,18 +51,20 @@ class Sharding:
         layers: As for `shard`.
         head_in_root: The output head is no layer of its own, for callers that read its weight
             outside of its forward.
+        parts: The number of ranks that hold parts of the same sequences.
     """
 
     policy: Policy = None
     layers: Layers = None
     head_in_root: bool = False
+    parts: int = 1
 
     def shard(self, model: nn.Module, device: torch.device, mixed_precision: str) -> None:
         """Shards `model` as `zero3.shard` does.
 
         Raises:
-            ValueError: The model has no values, or `shard` does not know what to make layers of. It
-                names `shard`.
+            ValueError: The model has no values, its ranks can't share sequences, or `shard` does
+                not know what to make layers of. It names `shard`.
         """
         _refuse_without_values(model, device)
         policy = self.policy
@@ -72,7 +75,8 @@ class Sharding:
         try:
             with _without_advice() if self.head_in_root else nullcontext():
                 layers = _without_head(model, self.layers) if self.head_in_root else self.layers
-                shard(model, layers, device=device, policy=policy)
+                mesh = mesh_of_parts(self.parts, device) if self.parts != 1 else None
+                shard(model, layers, device=device, policy=policy, process_group=mesh)
         except ValueError as error:
             raise ValueError(
                 f"{error}. To choose layers or a policy yourself, call zero3.shard(model, ...) "
@@ -102,15 +106,6 @@ def computes_in_low_precision(model: nn.Module) -> bool:
     a second opinion.
     """
     return any(state.policy.param_dtype is not None for state in states_of(model))
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    asked: Any = getattr(model, "get_output_embeddings", None)
-    try:
-        found = asked() if callable(asked) else None
-    except (NotImplementedError, AttributeError):  # models without a head answer so
-        return None
-    return found if isinstance(found, nn.Module) else None
 
 
 def enclose_forward(model: nn.Module) -> None:

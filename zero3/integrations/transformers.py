@@ -4,11 +4,13 @@ shards.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,9 @@ from ..offload.activations import offload_activations
 from ..offload.optimizer import offload_optimizer
 from ..optim.check_optimizer import check_optimizer
 from ..resilience.batch_finder import BatchFinder
+from ..sequences.causal_lm import OtherLogitsError, causal_lm_loss, is_by_chunks
+from ..sequences.parts import parts_of
+from ..sequences.splitting import split_sequence
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
 from .engines import VLLMWeights, keep_masters
@@ -51,6 +56,7 @@ else:
 
 __all__ = ["Zero3Mixin", "Zero3Trainer"]
 
+_log = logging.getLogger("zero3")
 _KEPT_KINDS = (ValueError, TypeError, RuntimeError, OSError)  # of errors that keep their type
 _SHARDS_ITSELF = "zero3 shards the model itself. Leave it out"
 _CONVERTS = (
@@ -63,7 +69,7 @@ _REFUSED = MappingProxyType(
         "deepspeed": _SHARDS_ITSELF,
         "parallelism_config": (
             "it divides the ranks for other ways to shard a model, and zero3 divides the "
-            "model among all. Leave it out"
+            "model among all. Leave it out; parts of sequences: sequence_parallel="
         ),
         "bf16_full_eval": _CONVERTS,
         "fp16_full_eval": _CONVERTS,
@@ -105,6 +111,8 @@ class Zero3Mixin(_Base):
       them whole, and reduces once.
     * `auto_find_batch_size=True` cuts each batch into micro-batches that fit on all ranks
       (`zero3.BatchFinder`). The global batch, the number of steps and what is logged stay.
+    * Where the loss is a causal model's own, it is made without logits, by `zero3.causal_lm_loss`.
+      Evaluation, which may ask for logits, has them. (TRL's SFTTrainer does without them itself.)
     * Every rank calls `train`, `evaluate`, `predict`, `save_model` and the model's `generate`.
       Inside `generate` each rank holds the whole model, and stops when it likes.
 
@@ -112,6 +120,11 @@ class Zero3Mixin(_Base):
         args: As for the trainer class.
         policy: As for `zero3.shard`. None: what `bf16` or `fp16` of the training arguments ask for.
         layers: As for `zero3.shard`.
+        sequence_parallel: Each so many ranks, one after another, hold parts of the same sequences
+            (`zero3.split_sequence`), so that each has a part of the activations. They get the same
+            batches, and what is logged is what one process for each group logs. Of TRL's trainers
+            SFTTrainer takes it.
+        chunked_head: Whether training makes a causal model's loss without logits.
         kwargs: As for the trainer class.
 
     Raises:
@@ -146,18 +159,27 @@ class Zero3Mixin(_Base):
             )
 
     def __init__(
-        self, *args: Any, policy: Policy = None, layers: Layers = None, **kwargs: Any
+        self,
+        *args: Any,
+        policy: Policy = None,
+        layers: Layers = None,
+        sequence_parallel: int = 1,
+        chunked_head: bool = True,
+        **kwargs: Any,
     ) -> None:
         if self._is_of_trl():
             require("trl", "Zero3Mixin before a trainer of TRL")
         self._zero3_choice = policy, layers
         self._offloads_activations = self._finds_batches = False
         self._zero3_finder: BatchFinder | None = None
+        self._chunks_head, self._sequence_parallel = chunked_head, sequence_parallel
         try:
             super().__init__(*args, **kwargs)
         finally:
             if self._offloads_activations:
                 self.args.activation_offloading = True  # of TRL
+        if self._sequence_parallel != 1:
+            self._check_parts()
         self._shard_models()
         if self._finds_batches and is_sharded(self.model):
             self._finder_of(self.model)
@@ -193,7 +215,9 @@ class Zero3Mixin(_Base):
         # the Trainer makes one of a class that it names itself
         self.accelerator.__class__ = Zero3Accelerator
         self.accelerator.shards_with(
-            Sharding(*self._zero3_choice, head_in_root=self._is_of_trl()),
+            Sharding(
+                *self._zero3_choice, head_in_root=self._is_of_trl(), parts=self._sequence_parallel
+            ),
             sync_each_batch=accumulation.get("sync_each_batch", True),
         )
 
@@ -203,7 +227,7 @@ class Zero3Mixin(_Base):
         return model
 
     def _is_of_trl(self) -> bool:
-        return any(kind.__module__.partition(".")[0] == "trl" for kind in type(self).__mro__)
+        return any(map(_is_of_trl, type(self).__mro__))
 
     def _takes_single_rows(self) -> bool:
         """Whether each row of a batch counts by itself, of all trainers of TRL."""
@@ -297,10 +321,93 @@ class Zero3Mixin(_Base):
         by_model = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return by_model or self.compute_loss_func is not None
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """As the trainer's. It makes no logits if the loss is a causal model's own."""
+        if self._sequence_parallel != 1:
+            return self._loss_of_parts(model, inputs, return_outputs, num_items_in_batch)
+        own = self._next_with("compute_loss") is not Trainer or self.label_smoother is not None
+        own = own or self.compute_loss_func is not None or return_outputs or not self._chunks_head
+        if not own and is_by_chunks(model, inputs):
+            compute: Any = partial(_without_logits, model)
+            try:
+                return super().compute_loss(compute, inputs, num_items_in_batch=num_items_in_batch)
+            except OtherLogitsError as error:
+                _log.info("chunked_head=True does nothing for this model: %s", error)
+                self._chunks_head = False
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _check_parts(self) -> None:
+        of_trl = next((kind for kind in type(self).__mro__ if _is_of_trl(kind)), None)
+        reason = None
+        if of_trl is not None and of_trl.__name__ != "SFTTrainer":
+            reason = f"{of_trl.__name__} needs whole sequences"
+        elif self.args.label_smoothing_factor:
+            reason = "label_smoothing_factor needs whole logits"
+        elif self.compute_loss_func is not None:
+            reason = "compute_loss_func does not know that it gets a part"
+        elif getattr(self.args, "include_num_input_tokens_seen", "no") not in ("no", False):
+            reason = "include_num_input_tokens_seen counts each group's tokens several times"
+        if reason is not None:
+            raise ValueError(f"sequence_parallel={self._sequence_parallel}: {reason}. Leave it out")
+
+    def _loss_of_parts(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any
+    ) -> Any:
+        """The mean over ranks is what one process for each group would give. `items`: in it, each
+        rank of a group counts the same tokens.
+        """
+        part = split_sequence(model, inputs)
+        scales = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        if items is None:  # the mean over groups of each one's mean
+            labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+            items = (labels != -100).sum() * scales
+        items = items / self._sequence_parallel
+        if self._next_with("compute_loss") is not Trainer:  # TRL's
+            return super().compute_loss(model, part, return_outputs, items)
+        if return_outputs:
+            raise ValueError("a part of a sequence has a part of the logits: ask for the loss")
+        return causal_lm_loss(model, reduction="sum", **part) / items * scales
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's. One rank of each group, which shares sequences, counts."""
+        with self.accelerator.one_of_each_group():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """As the trainer's. Parts of logits are joined, if they are asked for."""
+        if (parts := parts_of(model)) is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.get("labels")
+        with torch.no_grad(), self.accelerator.one_of_each_group(on=False):
+            loss = None
+            if labels is not None:
+                with self.compute_loss_context_manager():
+                    loss = parts.mean(self.compute_loss(model, dict(inputs)).detach())
+            if prediction_loss_only:
+                return loss, None, None
+            part = split_sequence(model, {k: v for k, v in inputs.items() if k != "labels"})
+            with self.compute_loss_context_manager():
+                logits = model(**part).logits
+            whole = inputs["input_ids"].shape[1]
+            return loss, parts.joined(logits)[:, :whole], labels
+
+    def _next_with(self, method: str) -> type:
+        """The class behind this one whose method of that name runs."""
+        others = type(self).__mro__[type(self).__mro__.index(Zero3Mixin) + 1 :]
+        return next(kind for kind in others if method in vars(kind))
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The trainer's optimizer, whose groups are made by the parameters' own names."""
-        others = type(self).__mro__[type(self).__mro__.index(Zero3Mixin) + 1 :]
-        if next(kind for kind in others if "create_optimizer" in vars(kind)) is not Trainer:
+        if self._next_with("create_optimizer") is not Trainer:
             optimizer: torch.optim.Optimizer = super().create_optimizer(
                 *([model] if model is not None else [])
             )
@@ -338,7 +445,8 @@ class Zero3Mixin(_Base):
     def floating_point_ops(self, inputs: Any) -> int:
         """As the trainer's, which would count the elements of this rank's chunks."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        return 6 * inputs[name].numel() * self._zero3_numel if name in inputs else 0
+        tokens = inputs[name].numel() // self._sequence_parallel if name in inputs else 0
+        return 6 * tokens * self._zero3_numel
 
     # -- saving and loading
 
@@ -436,6 +544,14 @@ def _numel_but_for_embeddings(model: nn.Module) -> int:
 def _generate(model: nn.Module, generate: Any, /, *args: Any, **kwargs: Any) -> Any:
     with resident(model):
         return generate(*args, **kwargs)
+
+
+def _is_of_trl(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "trl"
+
+
+def _without_logits(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
+    return {"loss": causal_lm_loss(model, **inputs)}
 
 
 @contextmanager

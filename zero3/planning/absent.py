@@ -20,6 +20,8 @@ from .resting import OnPaper
 
 __all__: list[str] = []
 
+_OF_OTHERS = 1 << 40  # from here on transfers of another group are numbered
+
 Kind = Literal["fetch", "backup", "replicas"]
 
 
@@ -173,6 +175,19 @@ class AbsentRanks:
 
     def same_ranks(self, other: Communicator) -> bool:
         return self is other
+
+
+class SharingRanks(AbsentRanks):
+    """Each `parts` of them, one after another, hold parts of the same sequences."""
+
+    def __init__(
+        self, world_size: int, *, pieces: bool, rank: int, replicas: int, parts: int
+    ) -> None:
+        super().__init__(world_size, pieces=pieces, rank=rank, replicas=replicas)
+        group = AbsentRanks(parts, pieces=False, rank=rank % parts)
+        group._count = _OF_OTHERS
+        group.on_event = lambda event: self.on_event(event)
+        self.sequence_group = group
 
 
 class _Said:

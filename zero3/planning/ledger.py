@@ -167,10 +167,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 held.nbytes = 0
 
     def _kind_of(self, tensor: Tensor) -> str:
-        is_logits = (
-            tensor.dim() > 1 and tensor.shape[-1] == self._logits and tensor.is_floating_point()
-        )
-        return "logits" if is_logits else "activations"
+        if tensor.dim() < 2 or not tensor.is_floating_point():
+            return "activations"
+        if tensor.shape[-1] == self._logits:
+            return "logits"
+        # a head that computes by chunks makes its weight's gradient in forward
+        return "gradients" if tuple(tensor.shape[:-1]) == (self._logits,) else "activations"
 
     def _count(self, cause: str, nbytes: int) -> None:
         self._totals[cause] += nbytes

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ..access import is_sharded
 from ..quantized.configured import configured_in
+from ..sequences.causal_lm import causal_lm_loss
+from ..sequences.tiles import tile
 
 __all__: list[str] = []
 
@@ -188,6 +190,31 @@ def output_embeddings_of(model: nn.Module) -> Any:
         if callable(getattr(model, "get_output_embeddings", None))
         else None
     )
+
+
+def chunked_loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
+    """The same without logits."""
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    return causal_lm_loss(model, reduction="sum", input_ids=ids, shift_labels=ids)
+
+
+def tile_blocks(model: nn.Module, length: int) -> None:
+    """Each block's inner maps compute so many tokens at a time.
+
+    Raises:
+        ValueError: They have none of the names that are known.
+    """
+    found = [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in ("mlp", "feed_forward", "ffn")
+    ]
+    if not found:
+        raise ValueError(
+            f"tile={length}: no module of {type(model).__name__} is named mlp, feed_forward or ffn"
+        )
+    for module in found:
+        tile(module, length)
 
 
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:

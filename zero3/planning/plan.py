@@ -36,6 +36,9 @@ def plan(
     master_dtype: torch.dtype | None = None,
     mesh: tuple[int, int] | None = None,
     rank: int = 0,
+    sequence_parallel: int = 1,
+    chunked_head: bool = False,
+    tile: int | None = None,
 ) -> Plan:
     """Tells what a training step of a Hugging Face model will hold on each rank, before anything is
     loaded or bought.
@@ -72,6 +75,10 @@ def plan(
             times. Their product is `ranks`. None: chunks are cut over all ranks.
         rank: The rank to plan for. On NCCL all ranks hold the same. On gloo each holds the
             gradients of other parameters for a moment.
+        sequence_parallel: Each so many ranks hold parts of the same sequences (`split_sequence`),
+            so that a rank has a part of the activations. The head is then computed by chunks.
+        chunked_head: The loss is that of `causal_lm_loss`, without logits.
+        tile: Each block's inner maps compute so many tokens at a time (`tile`).
 
     Returns:
         A `Plan`.
@@ -100,6 +107,7 @@ def plan(
         checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora,
         device=device,
         mesh=mesh, rank=rank, master_dtype=master_dtype,
+        sequence_parallel=sequence_parallel, chunked_head=chunked_head, tile=tile,
     )  # fmt: skip
     return _planned(setup, room, cluster, "" if memory is None else meant(memory))
 

@@ -231,6 +231,8 @@ def _table(plan: Plan, setup: Setup) -> str:
     )
     micro = f", {setup.accumulation} micro-batches a step" if setup.accumulation > 1 else ""
     mesh = "" if setup.mesh is None else f" ({setup.mesh[0]} replicas of {setup.mesh[1]} shards)"
+    if setup.sequence_parallel > 1:
+        mesh += f", parts of sequences over {setup.sequence_parallel} ranks"
     lines = [
         f"{plan.parameters:,} parameters, {train}; rank {setup.rank} of {setup.ranks}{mesh} on "
         f"{setup.device}; a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}",

@@ -15,7 +15,7 @@ from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
 from ..quantized.formats import NF4
 from .cluster import Cluster, replay
-from .models import on_paper, prepare
+from .models import chunked_loss_of, loss_of, on_paper, prepare, tile_blocks
 from .trace import STEADY, OptimizerClass, Trace, repeated
 
 __all__: list[str] = []
@@ -23,7 +23,13 @@ __all__: list[str] = []
 DEVICES = ("cpu", "cuda")
 # The largest numbers, so that a plan comes to an end.
 MOST = MappingProxyType(
-    {"ranks": 1 << 16, "batch": 1 << 16, "sequence": 1 << 23, "accumulation": 1 << 16}
+    {
+        "ranks": 1 << 16,
+        "batch": 1 << 16,
+        "sequence": 1 << 23,
+        "accumulation": 1 << 16,
+        "sequence_parallel": 1 << 16,
+    }
 )
 
 # The fields of a policy that a trace follows. Another one that is set is refused by name.
@@ -65,6 +71,9 @@ class Setup:
     rank: int = 0
     # of adapters; None: as peft makes them. The source has its own already
     master_dtype: torch.dtype | None = None
+    sequence_parallel: int = 1  # the ranks that hold parts of the same sequences
+    chunked_head: bool = False
+    tile: int | None = None
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -91,6 +100,11 @@ class Setup:
                 f"{self.rank}"
             )
         _check_mesh(self.mesh, self.ranks)
+        if self.shards % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel={self.sequence_parallel} does not divide the {self.shards} "
+                "ranks that share the model"
+            )
         if not isinstance(self.policy, ShardingPolicy):
             raise TypeError(
                 f"policy must be a zero3.ShardingPolicy, found {type(self.policy).__name__}"
@@ -145,10 +159,14 @@ class Setup:
             checkpointing=self.checkpointing,
             dtype=self.master_dtype,
         )
+        if self.tile is not None:
+            tile_blocks(model, self.tile)
+        chunked = self.chunked_head or self.sequence_parallel > 1
         return Trace(
             model, ranks=self.ranks, policy=self.policy, device=self.device,
             optimizer=self.optimizer, rank=self.rank,
-            replicas=self.replicas,
+            replicas=self.replicas, parts=self.sequence_parallel,
+            loss=chunked_loss_of if chunked else loss_of,
         )  # fmt: skip
 
     def seconds(self, trace: Trace, cluster: Cluster) -> float | None:

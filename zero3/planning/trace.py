@@ -25,7 +25,7 @@ from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
 from ..shard import shard
-from .absent import AbsentRanks, Awaited, Issued
+from .absent import AbsentRanks, Awaited, Issued, SharingRanks
 from .kernels import DeviceKernels, backward, fused_on_meta
 from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
 from .models import loss_of, vocabulary_of
@@ -43,7 +43,7 @@ OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 class Trace:
     """A sharded model without values, and its optimizer, on rank `rank` of `ranks`. `replicas`: so
-    many of them hold the same chunk.
+    many of them hold the same chunk. `parts`: so many hold parts of the same sequences.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Trace:
         optimizer: OptimizerClass,
         rank: int = 0,
         replicas: int = 1,
+        parts: int = 1,
         layers: Layers = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
         accumulating: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
@@ -63,7 +64,9 @@ class Trace:
         """`accumulating`: around all micro-batches of a step but the last."""
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
-        self.ranks = AbsentRanks(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
+        kind = AbsentRanks if parts == 1 else partial(SharingRanks, parts=parts)
+        self.ranks = kind(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
+        self._parts = parts
         self.ranks.making, self.ranks.resting = (
             partial(self.ledger.because, cause) for cause in ("transfers", ELSEWHERE)
         )
@@ -180,7 +183,7 @@ class Trace:
         for left in reversed(range(micro_batches)):
             self._begins()
             with self._accumulating(self.model) if left else nullcontext():
-                backward(self._loss(self.model, batch, sequence))
+                backward(self._loss(self.model, batch, -(-sequence // self._parts)))
             self._observer.stepped = False
         self.ledger.begin("", "optimizer's step")
         with fused_on_meta():

@@ -38,6 +38,7 @@ from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
 from ..optim.token_mean import CountTokens, note, weigh
 from ..resilience.replay import EndGuard, tell_end
+from ..sequences.exchange import Exchange
 from .announcements import Announcements
 from .changes import StateChanges
 from .headcount import Headcount, Standing
@@ -78,9 +79,12 @@ class JoinCoordinator:
         runtimes: Sequence[Runtime],
         control: Communicator,
         step: Callable[[], Any],
+        more: Sequence[Collective] = (),
     ) -> None:
+        """`more`: of these models alone, what a rank without data can take part in."""
         self._states = list(states)
-        self._announcements = Announcements(_listed(runtimes), control, states[0].device)
+        listed = [*_listed(runtimes), *more]
+        self._announcements = Announcements(listed, control, states[0].device)
         self._runtimes = tuple(runtimes)
         self._joined: dict[LayerState, _ByCoordinator] = {}
         self._control = control
@@ -156,6 +160,8 @@ class JoinCoordinator:
             else:
                 self._leave(what)
         if not what.moves or not self.on or self._follows or self._round is Activity.STEP:
+            return perform()
+        if isinstance(what, Exchange):  # with ranks that have data
             return perform()
         alone = self._round is None and self._scope is None
         if self._round is None:

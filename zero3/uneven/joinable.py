@@ -17,6 +17,7 @@ from ..conductors.conducted import unconducted
 from ..core.runtime import Runtime
 from ..layer import adopt, layers_of, runtimes_in
 from ..policy import shards_gradients
+from ..sequences.parts import measures_of
 from ..sequential import Zero3Sequential
 from .coordinator import JoinCoordinator
 
@@ -138,7 +139,9 @@ class JoinableModel(Joinable):
             *(state.name_among_ranks for state in states),
         ]
         agree(self._communicator, self._device, "what is to join", lines)
-        self._rounds = JoinCoordinator(states, runtimes, self._communicator, self._step)
+        self._rounds = JoinCoordinator(
+            states, runtimes, self._communicator, self._step, measures_of(self._model)
+        )
         if self._communicator.world_size > 1:
             self._rounds.begin(self._has_data, divide_by_all=divide_by_all)
         shadow = Shadow(self._rounds.follow, self._rounds.end)

@@ -1,0 +1,410 @@
+"""Parts of sequences over ranks (sp) train as one plain process on all tokens of all groups."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import zero3
+from tests.pairs.joining import on_threads
+from tests.sequences.texts import WORDS, assert_gradients, batch, made, plain_step, plain_sum, step
+from tests.support.ranks import run_parts, run_ranks
+
+
+def check(groups: int, parts: int, tokens: list[int], padding: str = "", **model: Any) -> None:
+    """Two steps of clipped AdamW, and the gradients of a third."""
+    models = [made(**model) for _ in range(groups * parts)]
+    plain = made(**model)
+    theirs = torch.optim.AdamW(plain.parameters(), 0.01)
+    for number in range(3):
+        theirs.zero_grad()
+        plain_step(plain, [batch(group, tokens[group], padding, step=number) for group in range(groups)])
+        if number < 2:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            theirs.step()
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group)
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(mine), 0.01)
+        for number in range(3):
+            optimizer.zero_grad()
+            index = group.rank // parts
+            step(mine, batch(index, tokens[index], padding, step=number))
+            if number < 2:
+                zero3.clip_grad_norm_(mine, 0.5)
+                optimizer.step()
+        assert_gradients(mine, plain)
+
+    run_parts(groups, parts, body)
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts", "tokens", "padding", "model"),
+    [
+        (1, 2, [9], "", {}),
+        (2, 2, [6, 9], "left", {"kind": "Qwen3"}),
+        (1, 2, [9], "right", {"attention": "eager", "kind": "Qwen2"}),
+        (1, 4, [10], "packed", {"keys": 1}),
+        (1, 2, [12], "left", {"kind": "Mistral", "sliding_window": 4}),
+        (1, 2, [9], "packed", {"heads": 6, "keys": 3, "attention": "eager"}),
+        (1, 4, [2], "", {"keys": 4}),
+    ],
+    ids=["even", "groups", "eager", "packed", "window", "odd-heads", "fewer-tokens-than-ranks"],
+)
+def test_parts_of_sequences_train_as_plain(groups: int, parts: int, tokens: list[int], padding: str, model: dict[str, Any]) -> None:
+    check(groups, parts, tokens, padding, **model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("keys", [1, 2, 4])
+@pytest.mark.parametrize("padding", ["", "left", "right", "packed"])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_sequences_and_key_heads(parts: int, padding: str, keys: int, attention: str) -> None:
+    padding = "right" if (padding, attention) == ("left", "eager") else padding  # NaN in one plain process
+    check(1, parts, [11], padding, keys=keys, attention=attention)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("pending", [1, 2], ids=["one", "two-forwards"])
+def test_parts_are_exchanged_again_where_they_are_recomputed(reentrant: bool, pending: int) -> None:
+    """Also if another forward, of other lengths, has followed before the backward."""
+    models, plain = [made() for _ in range(2)], made()
+    batches = [batch(0, 7 + 4 * number, "left", step=number) for number in range(pending)]
+    for each in batches:
+        plain_sum(plain, each)[0].backward()
+
+    def body(group: Any) -> list[int]:
+        mine = zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
+        mine.activation_checkpointing_enable({"use_reentrant": reentrant})
+        mine.train()
+        losses = [zero3.causal_lm_loss(mine, reduction="sum", **zero3.split_sequence(mine, each)) for each in batches]
+        forward = len([each for each in group.sequence_group.log if each.kind == "all_to_all"])
+        for loss in reversed(losses):
+            loss.backward()
+        assert_gradients(mine, plain)
+        return [forward, len([each for each in group.sequence_group.log if each.kind == "all_to_all"])]
+
+    for found in run_parts(1, 2, body):
+        assert found == [4 * pending, 12 * pending]  # two in a block's forward, and two recomputed, and two in backward
+
+
+def test_one_part_is_to_the_bit_what_it_is_without_sp() -> None:
+    models = [made() for _ in range(4)]
+    whole = batch(0, 9)
+
+    def gradients(run: Any) -> list[dict[str, Tensor]]:
+        def body(group: Any) -> dict[str, Tensor]:
+            mine = zero3.shard(models.pop(), process_group=group)
+            step(mine, whole)
+            with zero3.full_gradients(mine) as found:
+                return {name: each.clone() for name, each in found.items()}
+
+        return run(body)
+
+    plain, alone = gradients(partial(run_ranks, 2)), gradients(partial(run_parts, 2, 1))
+    for one, other in zip(plain, alone, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_parts_give_at_most_the_bytes_of_the_formula() -> None:
+    heads, keys, parts, tokens, rows, width = 8, 2, 4, 20, 3, 8
+    models = [made(heads=heads, keys=keys) for _ in range(parts)]
+    served = max(keys, parts)  # each of two key heads goes to two ranks
+
+    def body(group: Any) -> tuple[int, int]:
+        mine = zero3.shard(models[group.rank], process_group=group)
+        sent = []
+        twin = zero3.sequences.parts.parts_of(mine).group
+        plain_swap = twin.all_to_all
+
+        def counted(received: Tensor, flat: Tensor, *bounds: Any) -> Any:
+            sent.append(flat.nbytes)
+            return plain_swap(received, flat, *bounds)
+
+        twin.all_to_all = counted
+        with torch.no_grad():
+            part = zero3.split_sequence(mine, batch(0, tokens, rows=rows))
+            zero3.causal_lm_loss(mine, reduction="sum", **part)
+        return sum(sent), part["input_ids"].shape[1]
+
+    for sent, part in run_parts(1, parts, body):
+        formula = 2 * rows * part * width * 8 * (2 * heads + 2 * served)  # two blocks, float64
+        assert 0 < sent <= 1.05 * formula
+
+
+# -- a model of one's own
+
+
+class Attention(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.all, self.out, self.how = nn.Linear(8, 24), nn.Linear(8, 8), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(2, (4, 2)).transpose(1, 2) for each in self.all(x).chunk(3, -1))
+        causal = partial(scaled_dot_product_attention, is_causal=True)
+        found = causal(q, k, v) if self.how == "alone" else zero3.attend(causal, q, k, v)
+        return x + self.out(found.transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    def __init__(self, how: str = "attend") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(Attention(how) for _ in range(2))
+        self.head = nn.Linear(8, WORDS)
+        self.how = how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.how == "checkpoint" else block(x)
+        return self.head(x)
+
+
+def own(how: str = "attend") -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Own(how).double()
+
+
+@pytest.mark.parametrize("how", ["attend", "checkpoint"])
+def test_attend_in_a_model_of_ones_own(how: str) -> None:
+    models, plain, whole = [own(how) for _ in range(2)], own(), batch(0, 7)["input_ids"]
+    plain(whole).square().sum().backward()
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
+        part = zero3.split_sequence(mine, {"input_ids": whole})
+        mine(part["input_ids"]).square().sum().backward()
+        assert_gradients(mine, plain, 1e-9)
+        with zero3.resident(mine), torch.no_grad():
+            torch.testing.assert_close(mine(whole), plain(whole))  # each rank for itself
+
+    run_parts(1, 2, body)
+
+
+def test_attend_elsewhere_is_a_plain_call() -> None:
+    q = torch.randn(1, 3, 5, 2)
+    assert torch.equal(zero3.attend(scaled_dot_product_attention, q, q, q), scaled_dot_product_attention(q, q, q))
+    whole = batch(0, 5)
+    part = zero3.split_sequence(own(), whole)
+    assert torch.equal(part["input_ids"], whole["input_ids"]) and "labels" not in part
+    assert torch.equal(part["shift_labels"][:, :-1], whole["labels"][:, 1:]) and (part["shift_labels"][:, -1] == -100).all()
+
+
+# -- never a wrong number in silence
+
+
+def refused(model: Any, call: Any, match: str, kind: type[Exception] = ValueError, **options: Any) -> None:
+    """On all ranks of the group."""
+    models = [model() for _ in range(2)]
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group, **options)
+        with pytest.raises(kind, match=match):
+            call(mine, group)
+
+    run_parts(1, 2, body)
+
+
+def part_of(mine: Any, **more: Any) -> dict[str, Any]:
+    return {**zero3.split_sequence(mine, batch(0, 8)), **more}
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda m, g: m(input_ids=batch(0, 4)["input_ids"], labels=batch(0, 4)["labels"]), "split_sequence"),
+        (lambda m, g: zero3.causal_lm_loss(m, reduction="sum", **batch(0, 4)), "split_sequence"),
+        (lambda m, g: zero3.causal_lm_loss(m, **part_of(m)), r'"sum".*zero3\.backward'),
+        (
+            lambda m, g: zero3.linear_cross_entropy(torch.ones(2, 32, dtype=torch.float64), m.lm_head, torch.zeros(2).long()),
+            r'"sum".*zero3\.backward',
+        ),
+        (lambda m, g: m(**part_of(m, use_cache=True)), "use_cache"),
+        (lambda m, g: m(**part_of(m, position_ids=torch.zeros(3, 2, 4).long())), "position_ids"),
+        (lambda m, g: m(**part_of(m, attention_mask=torch.ones(2, 1, 4, 4))), "attention_mask"),
+        (lambda m, g: m.generate(batch(0, 4)["input_ids"]), "resident"),
+        (lambda m, g: zero3.split_sequence(m, batch(g.rank, 4)), "differ|different"),
+        (lambda m, g: zero3.split_sequence(m, {"labels": batch(0, 4)["labels"]}), "input_ids"),
+        (lambda m, g: m(input_ids=batch(0, 4, rows=1 + g.rank)["input_ids"]), "rows"),
+        (lambda m, g: m(**part_of(m, use_cache=g.rank == 1)), "use_cache|refused its part"),
+    ],
+)  # fmt: skip
+def test_parts_refuse_wrong_calls(call: Any, match: str) -> None:
+    refused(made, call, match)
+
+
+def test_a_batch_that_was_cut_is_refused_inside_of_resident() -> None:
+    def call(mine: Any, group: Any) -> None:
+        part = part_of(mine)
+        with zero3.resident(mine), torch.no_grad():
+            again = zero3.split_sequence(mine, batch(0, 8))
+            assert again["input_ids"].shape[1] == 8
+            mine(input_ids=again["input_ids"], position_ids=again["position_ids"] + 3)  # as after padding
+            mine.generate(batch(0, 4 + group.rank)["input_ids"], max_new_tokens=1 + group.rank, do_sample=False)
+            part.pop("shift_labels")
+            mine(**part)
+
+    refused(made, call, "cut outside")
+
+
+def test_attention_that_exchanges_nothing_is_an_error() -> None:
+    refused(lambda: own("alone"), lambda m, g: m(batch(0, 4)["input_ids"]), "attend", RuntimeError)
+
+
+class HybridAttention(nn.Module):
+    """Of a text model, but beside the registry."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.out = config, nn.Linear(32, 32)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self.out(hidden_states.cumsum(1)), None
+
+
+def hybrid() -> Any:
+    model = made()
+    model.model.layers[1].self_attn = HybridAttention(model.config).double()
+    return model
+
+
+def test_an_attention_that_does_not_exchange_is_named_if_others_do() -> None:
+    refused(
+        hybrid, lambda m, g: m(**{k: v for k, v in part_of(m).items() if k != "shift_labels"}), "layers.1.self_attn.*attend", RuntimeError
+    )
+
+
+def gptoss() -> Any:
+    return t.GptOssForCausalLM(
+        t.GptOssConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+            vocab_size=WORDS, num_local_experts=2,
+        )
+    )  # fmt: skip
+
+
+def encoder_decoder() -> Any:
+    return t.T5ForConditionalGeneration(t.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=WORDS))
+
+
+def recurrent() -> Any:
+    return t.MambaForCausalLM(t.MambaConfig(hidden_size=8, state_size=4, num_hidden_layers=1, vocab_size=WORDS))
+
+
+def bloom() -> Any:
+    return t.BloomForCausalLM(t.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=WORDS))
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "match"),
+    [
+        (lambda: made(heads=3, keys=3), {}, "2 ranks .* 3 query heads"),
+        (gptoss, {}, "sinks"),
+        (encoder_decoder, {}, "encoder-decoder"),
+        (recurrent, {}, "Mamba"),
+        (bloom, {}, "registry"),
+        (made, {"dynamic": True}, "dynamic.*sp"),
+    ],
+)
+def test_models_and_policies_that_cannot_divide_sequences_are_refused(model: Any, policy: dict[str, Any], match: str) -> None:
+    models = [model() for _ in range(2)]
+
+    def body(group: Any) -> None:
+        before = [id(module) for module in models[group.rank].modules()]
+        with pytest.raises(ValueError, match=match):
+            zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(**policy))
+        assert [id(module) for module in models[group.rank].modules()] == before and not zero3.is_sharded(models[group.rank])
+
+    run_parts(1, 2, body)
+
+
+def test_a_layer_alone_is_refused() -> None:
+    def body(group: Any) -> None:
+        with pytest.raises(ValueError, match=r"zero3\.shard"):
+            zero3.Zero3Layer(nn.Linear(2, 2), process_group=group)
+
+    run_parts(1, 2, body)
+
+
+# -- with others
+
+
+@pytest.mark.parametrize("where", ["before", "block", "backward"])
+def test_step_guard_drops_a_micro_batch_on_all_ranks(where: str) -> None:
+    """The failed rank answers with zeros; the next step is right."""
+    models, plain = [made() for _ in range(2)], made()
+    for number in (0, 1, 3):
+        plain.zero_grad()
+        plain_step(plain, [batch(0, 9 + number, step=number)])
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group)
+        for number in range(4):
+            mine.zero_grad()
+            whole = batch(0, 9 + number, step=number)
+            fails = number == 2 and group.rank == 1
+            with zero3.step_guard(mine) as guard:
+                part = zero3.split_sequence(mine, whole)
+                hooked: Any = None
+                if fails and where == "before":
+                    raise FloatingPointError("no batch")
+                if fails and where == "block":
+                    hooked = mine.model.layers[1].mlp.register_forward_pre_hook(fail)
+                try:
+                    loss = zero3.causal_lm_loss(mine, reduction="sum", **part)
+                    if fails and where == "backward":
+                        loss.register_hook(fail)
+                    zero3.backward(loss, (part["shift_labels"] != -100).sum(), mine)
+                finally:
+                    if hooked is not None:
+                        hooked.remove()
+            assert guard.failed == (number == 2), number
+            if number == 2:
+                assert all(chunk.grad is None for chunk in zero3.get_trainable_chunk(mine))
+        assert_gradients(mine, plain)
+
+    run_parts(1, 2, body)
+
+
+def fail(*_: Any) -> None:
+    raise FloatingPointError("on purpose")
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_joinable_ranks_of_a_group_run_out_together(together: bool) -> None:
+    models, plain = [made() for _ in range(4)], made()
+    plain_step(plain, [batch(0, 9, step=1)])
+
+    def steps_of(rank: int) -> int:
+        return 2 if rank < 2 or (not together and rank == 3) else 1
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group)
+
+        def run() -> None:
+            with Join([zero3.joinable(mine, lambda: None)]):
+                for number in range(steps_of(group.rank)):
+                    mine.zero_grad()
+                    step(mine, batch(group.rank // 2, 9, step=number))
+
+        if together:
+            run()
+            assert_gradients(mine, plain)
+        else:
+            with pytest.raises(ValueError, match="no data left"):
+                run()
+
+    with on_threads():
+        run_parts(2, 2, body)

@@ -1,0 +1,1 @@
+"""Long sequences: the head by chunks, modules by tiles, and parts of sequences over ranks."""

@@ -1,0 +1,190 @@
+"""causal_lm_loss(): the loss of a causal language model, without its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..core.parameters import unwrapped
+from .chunks import Classes
+from .head import check_head, output_head, sum_of_losses
+from .parts import check_labels, check_reduction
+
+__all__: list[str] = []
+
+IGNORED = -100
+# in a configuration: what changes logits after the head
+_CHANGE = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "logits_soft_cap",
+)
+# what a forward may be asked for, and why the loss is then not this one
+_ASKED = MappingProxyType(
+    {
+        "output_router_logits": "the model adds a router's auxiliary loss to it",
+        "logits_to_keep": "logits are left out of it",
+        "num_logits_to_keep": "logits are left out of it",
+    }
+)
+
+
+def causal_lm_loss(
+    model: nn.Module,
+    /,
+    *,
+    reduction: str = "mean",
+    num_items_in_batch: int | Tensor | None = None,
+    **batch: Any,
+) -> Tensor:
+    """`model(**batch).loss` of a causal language model, without its logits: see
+    `linear_cross_entropy`.
+
+    It enters through the model's own forward, so hooks, checkpointing and autocast hold. The loss
+    is made in float32, as transformers' own.
+
+    Args:
+        model: A model with `get_output_embeddings()`, whose forward returns what its head does as
+            `logits`, sharded or not.
+        reduction: "mean" over the tokens that count, or "sum".
+        num_items_in_batch: Divides the sum, in place of the number of tokens here.
+        batch: What `model(...)` takes. `labels` `[B, S]` are shifted here, `shift_labels` are
+            shifted already; targets of -100 do not count.
+
+    Returns:
+        The loss, 0-dim.
+
+    Raises:
+        ValueError: There are no labels; the model's logits are not what its head returns, or its
+            loss has more terms: the error says which. Or `reduction` is "mean", or `labels` are
+            given, in a model whose ranks hold parts of sequences.
+        TypeError: The head is none that `linear_cross_entropy` takes.
+
+    Example::
+
+        loss = zero3.causal_lm_loss(model, **batch)
+        loss.backward()
+
+    Source: Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024, which fuses
+    the head with the loss.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum", found {reduction!r}')
+    check_reduction(model, reduction)
+    labels, target = batch.pop("labels", None), batch.pop("shift_labels", None)
+    if labels is None and target is None:
+        raise ValueError("causal_lm_loss needs labels, or shift_labels: the batch has neither")
+    if target is None:
+        check_labels(model)
+        target = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    if (reason := other_loss(model, batch)) is not None:
+        raise ValueError(f"{type(unwrapped(model)).__name__}: {reason}. Take model(**batch).loss")
+    classes = Classes(target.reshape(-1), None, IGNORED, "sum")
+    total = _through(model, classes, batch)
+    if reduction == "sum":
+        return total
+    tokens = (target != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (tokens.to(total.device) if isinstance(tokens, Tensor) else tokens)
+
+
+class OtherLogitsError(ValueError):
+    """A model's logits are not what its head returns."""
+
+
+def is_by_chunks(model: nn.Module, batch: Any) -> bool:
+    """Whether `causal_lm_loss` takes the model, as far as can be known before its forward."""
+    if "labels" not in batch and "shift_labels" not in batch:
+        return False
+    if getattr(model, "loss_type", None) is None or other_loss(model, batch) is not None:
+        return False
+    try:
+        check_head(output_head(model))
+    except TypeError:
+        return False
+    return True
+
+
+def other_loss(model: nn.Module, batch: Any) -> str | None:
+    """Why the loss of a model is not the cross entropy of what its head returns. None: it is."""
+    if output_head(model) is None:
+        return "it has no output embeddings (get_output_embeddings)"
+    config = getattr(model, "config", None)
+    asked = getattr(config, "get_text_config", None)
+    text = asked() if callable(asked) else config
+    for name in _CHANGE:
+        if getattr(text, name, None) not in (None, 1, 1.0, False):
+            return f"it changes its logits after its head ({name} of its configuration)"
+    for name, reason in _ASKED.items():
+        given = batch.get(name)
+        if given is None and name == "output_router_logits":
+            given = getattr(text, name, None)
+        if isinstance(given, Tensor) or given:
+            return f"with {name} its loss is another: {reason}"
+    if getattr(text, "is_encoder_decoder", False):
+        return "an encoder-decoder does not shift its labels"
+    kind = getattr(model, "loss_type", None)
+    if kind not in (None, "ForCausalLM", "ForConditionalGeneration"):
+        return f"its loss is of the kind {kind}"
+    return None
+
+
+def _through(model: nn.Module, classes: Classes, batch: dict[str, Any]) -> Tensor:
+    """The model's forward, whose head returns the sum of the losses in place of logits."""
+    head: Any = output_head(model)
+    inner, made = check_head(head), list[Tensor]()
+
+    def compute(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) != len(classes.target):
+            raise ValueError(
+                f"{len(rows)} tokens came to the head, and there are {len(classes.target)} labels"
+            )
+        made.append(sum_of_losses(rows, inner, classes))
+        return made[-1]
+
+    with _in_place_of_forward(head, compute):
+        found = model(**batch)
+    logits = found["logits"] if isinstance(found, dict) else getattr(found, "logits", None)
+    if len(made) != 1 or not isinstance(logits, Tensor) or not _is_same(logits, made[0]):
+        raise OtherLogitsError(
+            f"{type(unwrapped(model)).__name__} returns other logits than its head makes: it "
+            f"changes them, or has called its head {len(made)} times. Take model(**batch).loss"
+        )
+    return logits
+
+
+@contextmanager
+def _in_place_of_forward(head: nn.Module, compute: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Meanwhile a call of the head runs `compute`. A layer is fetched around it, as ever; the
+    root's own is fetched already.
+    """
+    own = vars(unwrapped(head))
+    before = own.get("forward")
+    own["forward"] = compute
+    try:
+        yield
+    finally:
+        del own["forward"]
+        if before is not None:
+            own["forward"] = before
+
+
+def _is_same(logits: Tensor, made: Tensor) -> bool:
+    """Whether `logits` are `made`, but for casts."""
+    if logits is made:
+        return True
+    if logits.shape != made.shape:
+        return False
+    if (node := logits.grad_fn) is None or made.grad_fn is None:
+        return bool(torch.equal(logits, made.to(logits.dtype)))
+    while node is not None and node is not made.grad_fn and node.name() == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    return node is made.grad_fn

@@ -1,0 +1,127 @@
+"""tile(): a module that looks at each token alone computes a few tokens at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..core.parameters import parameters_of, unwrapped
+from ..guards.marks import state_of
+from ..guards.module_overrides import Override
+from ..layer import RootEntry, layers_of
+from ..policy import gradient_dtype
+
+__all__: list[str] = []
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def tile(module: M, length: int | None) -> M:
+    """From now on a module computes `length` tokens at a time, and again in backward. So of its
+    inner activations one tile's are there, and none between forward and backward.
+
+    It is for modules that look at each token alone, such as an MLP. zero3 sees whether the output
+    has the tile's tokens, and no more: a BatchNorm, or a router whose experts have a capacity,
+    mixes tokens and must not be tiled. Dropout is recomputed as it was.
+
+    The module is gathered once and reduced once, whatever the tiles. The tiles' gradients of a
+    weight are added up in the policy's `reduce_dtype`.
+
+    Args:
+        module: Any module whose first argument is `[..., S, H]`. It is cut along S; other arguments
+            go to each tile. In a sharded model: a layer itself, or a module that has no layers
+            inside. It may be sharded later, too.
+        length: Tokens of a tile. None takes the tiles away.
+
+    Returns:
+        `module`, the same object.
+
+    Raises:
+        ValueError: `length` is below 1, or there are layers inside of the module. Later, in a call:
+            the output is no single tensor `[..., S, *]` with the tile's S.
+        TypeError: `length` is no integer, or `module` no module.
+
+    Example::
+
+        for block in model.model.layers:
+            zero3.tile(block.mlp, 2048)
+
+    Source: Bekman et al., Arctic Long Sequence Training, 2025 (TiledMLP).
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, found {type(module).__name__}")
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
+        raise TypeError(f"length must be an integer or None, found {length!r}")
+    if length is not None and length < 1:
+        raise ValueError(f"length must be 1 or more, found {length}")
+    inner = unwrapped(module)
+    if any(layer is not module for layer in layers_of(module)):
+        raise ValueError(
+            f"there are layers inside of this {type(inner).__name__}, which each tile would "
+            "gather again: tile the modules in them"
+        )
+    entry = vars(inner).get("forward")
+    if isinstance(entry, RootEntry):  # it stays the outermost
+        entry.undo()
+    found = vars(inner).get("forward")
+    if isinstance(found, Override) and isinstance(found.around, _Tiled):
+        found.undo()
+    if length is not None:
+        Override(inner, "forward", _Tiled(length))
+    if isinstance(entry, RootEntry):
+        entry.enter_again(inner)
+    return module
+
+
+class _Tiled:
+    """What a tiled module's forward runs."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        name = None if args else next(iter(inspect.signature(forward).parameters), None)
+        whole = kwargs.pop(name) if name in kwargs else args[0]
+        if not isinstance(whole, Tensor) or whole.dim() < 2:
+            raise ValueError(
+                f"tile: {type(module).__name__} was called with a "
+                f"{type(whole).__name__} as its first argument, expected a tensor [..., S, H]"
+            )
+        one = partial(self._one, module, forward, args[1:], kwargs)
+        tiles = torch.split(whole, self._length, -2)
+        if not torch.is_grad_enabled():
+            return torch.cat([one(each) for each in tiles], -2)
+        _add_up_widely(module)
+        return torch.cat([checkpoint(one, each, use_reentrant=False) for each in tiles], -2)
+
+    @staticmethod
+    def _one(
+        module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, tile: Tensor
+    ) -> Tensor:
+        made = forward(tile, *args, **kwargs)
+        if not isinstance(made, Tensor) or made.shape[:-1] != tile.shape[:-1]:
+            found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            raise ValueError(
+                f"tile: {type(module).__name__} is not token-wise: of {list(tile.shape)} it made "
+                f"{found}, expected a tensor {[*tile.shape[:-1], '*']}"
+            )
+        return made
+
+
+def _add_up_widely(module: nn.Module) -> None:
+    """Autograd adds up the gradients of all tiles in the dtype of a parameter's gradient."""
+    for inner in module.modules():
+        for _, parameter in parameters_of(inner):
+            state = state_of(parameter)
+            if parameter is not None and parameter.requires_grad and state is not None:
+                dtype = gradient_dtype(state.policy, parameter.dtype)
+                if parameter.grad_dtype not in (None, dtype):
+                    parameter.grad_dtype = dtype
