@@ -181,7 +181,7 @@ def _write(path: Path, start: int, piece: Tensor) -> None:
         file_operations.sync(file)
 
 
-class Parts:
+class PartsOfHosts:
     """A checkpoint whose files lie on several hosts, while it is loaded."""
 
     def __init__(
@@ -297,7 +297,7 @@ class Parts:
         return agreeing(self._first.communicator, self._first.device, what, "load_checkpoint")
 
 
-def parts_of(path: str | os.PathLike[str], first: LayerState) -> Parts | None:
+def parts_of(path: str | os.PathLike[str], first: LayerState) -> PartsOfHosts | None:
     """None: the checkpoint is where all ranks see it, or nowhere. Every rank calls it.
 
     Raises:
@@ -321,7 +321,7 @@ def parts_of(path: str | os.PathLike[str], first: LayerState) -> Parts | None:
                 f"{directory}: hosts have {len(saves)} different checkpoints there. "
                 "zero3.latest_checkpoint(..., model=model) finds one that all hosts together have"
             )
-    return Parts(first, directory, from_rank(first, text, having[0]), told)
+    return PartsOfHosts(first, directory, from_rank(first, text, having[0]), told)
 
 
 def from_rank(first: LayerState, text: str, source: int) -> str:

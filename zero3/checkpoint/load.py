@@ -20,7 +20,7 @@ from ..optim.several import Optimizers, Together
 from . import manifest, random_state
 from .contents import Contents, differences, names_apart
 from .extra_state import extra_state_modules, set_extra_states
-from .hosts import Parts, parts_of
+from .hosts import PartsOfHosts, parts_of
 from .manifest import Manifest
 from .meta_buffers import initialise, put
 from .placing import Placing, place
@@ -107,7 +107,7 @@ class _Loader:
         self._optimizer: Together | None = None
         self._held: list[Held] = []
         self._placing: Placing | None = None
-        self._parts: Parts | None = None  # of a checkpoint that lies on several hosts
+        self._parts: PartsOfHosts | None = None  # of a checkpoint that lies on several hosts
 
     def load(self) -> Any:
         self._parts = parts_of(self._path, self._first)
@@ -117,7 +117,7 @@ class _Loader:
             if self._parts is not None:
                 self._parts.clean()
 
-    def _load(self, parts: Parts | None) -> Any:
+    def _load(self, parts: PartsOfHosts | None) -> Any:
         found, contents = self._found()
         if parts is None:
             self._verify(found, contents)
