@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zero3
+from tests.integrations.test_trainer_batches import tighten
 from tests.support.processes import Rank, on_ranks
 from tests.support.trainers import launched, llama, logged, lora, trainer_of
 
@@ -31,6 +32,8 @@ def train(rank: Rank, parts: int, name: str, options: dict[str, Any]) -> dict[st
     with launched(rank):
         model = {"llama": llama, "lora": lora}[name]()
         trainer = trainer_of(True, model, rank.scratch, **BOTH, **options, **({"sequence_parallel": parts} if parts > 1 else {}))
+        if options.get("auto_find_batch_size"):
+            tighten(trainer.model, rank.number)
         trainer.train()
         predicted = trainer.predict(trainer.eval_dataset)
         return {
@@ -47,6 +50,7 @@ def train(rank: Rank, parts: int, name: str, options: dict[str, Any]) -> dict[st
         pytest.param("lora", {}, marks=pytest.mark.slow),
         pytest.param("llama", {"average_tokens_across_devices": False}, marks=pytest.mark.slow),
         pytest.param("llama", {"gradient_accumulation_steps": 1}, marks=pytest.mark.slow),
+        pytest.param("llama", {"auto_find_batch_size": True}, marks=pytest.mark.slow),
     ],
 )
 def test_a_trainer_whose_ranks_share_sequences_gives_what_one_process_gives(name: str, options: dict[str, Any]) -> None:
