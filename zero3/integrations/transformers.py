@@ -349,6 +349,8 @@ class Zero3Mixin(_Base):
             reason = f"{of_trl.__name__} needs whole sequences"
         elif self.args.label_smoothing_factor:
             reason = "label_smoothing_factor needs whole logits"
+        elif getattr(self, "aux_loss_enabled", False):
+            reason = "a router's loss (router_aux_loss_coef) needs whole sequences"
         elif self.compute_loss_func is not None:
             reason = "compute_loss_func does not know that it gets a part"
         elif getattr(self.args, "include_num_input_tokens_seen", "no") not in ("no", False):

@@ -19,7 +19,9 @@ from .parts import Beginning, check_labels, parts_of, parts_under_way
 __all__: list[str] = []
 
 _OURS = "zero3_"  # before the name of an attention: what is registered
-_RECURRENT = ("linear_attention", "mamba", "recurrent", "conv", "ssm")
+_RECURRENT = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
+# what finds positions by itself, and would begin anew in each part
+_COUNTS = ("create_position_ids_from_input_ids", "OPTLearnedPositionalEmbedding")
 
 
 def text_config(model: nn.Module) -> Any:
@@ -63,6 +65,14 @@ def _refusal(model: nn.Module, config: Any) -> str | None:
     recurrent += sorted(name for name in names if "Mamba" in name or "DeltaNet" in name)
     if recurrent:
         return f"{recurrent[0]} goes from token to token, past the cut"
+    if any("chunked" in kind for kind in kinds):
+        return "its attention is cut into chunks, which are counted from where a part begins"
+    if kind := _rotary_of_lengths(config):
+        return f'its rotary embedding ("{kind}") depends on the length, and a rank sees its part'
+    if kind := finds_positions(model):
+        return f"its {kind} makes positions from what a part holds"
+    if any("Indexer" in name for name in names):
+        return "its attention chooses tokens by an indexer, which sees a part"
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, whose two sequences have other lengths"
     if (
@@ -78,9 +88,26 @@ def _refusal(model: nn.Module, config: Any) -> str | None:
         for own, parameter in module.named_parameters(recurse=False):
             if parameter is not None:
                 return f"attention {name!r} has a parameter for each head, {own!r}"
+        if any(isinstance(each, nn.Conv1d) for each in module.modules()):
+            return f"attention {name!r} mixes neighbouring tokens before it attends (Conv1d)"
         if "relative_attention_bias" in module._modules:
             return f"attention {name!r} has position biases"
     return None
+
+
+def finds_positions(model: nn.Module) -> str | None:
+    """The class in it, if there is one, that finds positions by itself, and not from 0."""
+    for kind in {type(module) for module in model.modules()}:
+        if any(hasattr(kind, name) or kind.__name__ == name for name in _COUNTS):
+            return kind.__name__
+    return None
+
+
+def _rotary_of_lengths(config: Any) -> str | None:
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    each = [found, *(value for value in found.values() if isinstance(value, dict))]
+    kinds = [one.get("rope_type", one.get("type")) for one in each]
+    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
 def use_registries(model: nn.Module) -> None:
@@ -88,7 +115,7 @@ def use_registries(model: nn.Module) -> None:
     library, config = sys.modules["transformers"], text_config(model)
     attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
     name = str(config._attn_implementation).removeprefix(_OURS)
-    attentions.register(f"{_OURS}{name}", _Exchanging(attentions().get(name)))
+    attentions.register(f"{_OURS}{name}", _Exchanging(attentions().get(name), name))
     if (mask := masks().get(name)) is not None:
         masks.register(f"{_OURS}{name}", _Mask(mask))
     config._attn_implementation = f"{_OURS}{name}"
@@ -97,8 +124,9 @@ def use_registries(model: nn.Module) -> None:
 class _Exchanging:
     """What is registered: of the module that calls it depends whether anything is exchanged."""
 
-    def __init__(self, inner: Callable[..., Any] | None) -> None:
+    def __init__(self, inner: Callable[..., Any] | None, name: str) -> None:
         self._inner = inner  # None: the eager one of the model's own file
+        self._name = name
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kw: Any
@@ -106,7 +134,7 @@ class _Exchanging:
         run = self._inner or sys.modules[type(module).__module__].eager_attention_forward
         parts = parts_of(module)
         if parts is None or not parts.active:
-            return run(module, query, key, value, attention_mask, **kw)
+            return run(_StandIn(module, self._name), query, key, value, attention_mask, **kw)
         if not parts.depth and not inside_backward():
             raise RuntimeError(
                 f"an attention of {type(module).__name__} was called outside of a forward of the "
@@ -116,7 +144,8 @@ class _Exchanging:
             kw["position_ids"] = parts.present.positions
 
         def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            stand_in = _WithHeads(module, q.shape[1] // k.shape[1])
+            stand_in = _StandIn(module, self._name)
+            stand_in.num_key_value_groups = q.shape[1] // k.shape[1]
             found: Tensor = run(stand_in, q, k, v, attention_mask, **kw)[0]
             return found.transpose(1, 2)
 
@@ -124,14 +153,27 @@ class _Exchanging:
         return back.transpose(1, 2).contiguous(), None
 
 
-class _WithHeads:
-    """An attention module, with the number of query heads to a key head that holds on this rank."""
+class _StandIn:
+    """An attention module, whose configuration names its attention as before; some look for that.
+    It may have another number of query heads to a key head, which holds on this rank.
+    """
 
-    def __init__(self, module: nn.Module, groups: int) -> None:
-        self._module, self.num_key_value_groups = module, groups
+    num_key_value_groups: int
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        found = getattr(self._module, name)
+        return _Config(found, self._name) if name == "config" else found
+
+
+class _Config:
+    def __init__(self, config: Any, name: str) -> None:
+        self._config, self._attn_implementation = config, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 class _Mask:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..core.parameters import unwrapped
-from .chunks import Classes
+from .chunks import Classes, mean_of
 from .head import check_head, output_head, sum_of_losses
 from .parts import check_labels, check_reduction
 
@@ -91,7 +91,9 @@ def causal_lm_loss(
     total = _through(model, classes, batch)
     if reduction == "sum":
         return total
-    tokens = (target != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    if num_items_in_batch is None:
+        return mean_of(total, (target != IGNORED).sum().to(total.device))
+    tokens = num_items_in_batch
     return total / (tokens.to(total.device) if isinstance(tokens, Tensor) else tokens)
 
 
@@ -104,6 +106,8 @@ def is_by_chunks(model: nn.Module, batch: Any) -> bool:
     if "labels" not in batch and "shift_labels" not in batch:
         return False
     if getattr(model, "loss_type", None) is None or other_loss(model, batch) is not None:
+        return False
+    if any(map(_is_of_users, type(_base_of(model)).__mro__)):
         return False
     try:
         check_head(output_head(model))
@@ -122,6 +126,13 @@ def other_loss(model: nn.Module, batch: Any) -> str | None:
     for name in _CHANGE:
         if getattr(text, name, None) not in (None, 1, 1.0, False):
             return f"it changes its logits after its head ({name} of its configuration)"
+    if "_loss_function" in vars(_base_of(model)):
+        return "its loss_function was set"
+    if getattr(text, "z_loss_coefficient", None):
+        return "it adds a term to its loss (z_loss_coefficient of its configuration)"
+    for each in (getattr(model, "peft_config", None) or {}).values():
+        if each.is_prompt_learning and "PREFIX" not in str(each.peft_type):
+            return "its adapter puts tokens before those of the batch"
     for name, reason in _ASKED.items():
         given = batch.get(name)
         if given is None and name == "output_router_logits":
@@ -134,6 +145,18 @@ def other_loss(model: nn.Module, batch: Any) -> str | None:
     if kind not in (None, "ForCausalLM", "ForConditionalGeneration"):
         return f"its loss is of the kind {kind}"
     return None
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    """Without peft's model around it."""
+    asked = getattr(model, "get_base_model", None)
+    return unwrapped(asked() if callable(asked) else model)
+
+
+def _is_of_users(kind: type) -> bool:
+    """Whether a class has a forward, or a loss, that is neither transformers' nor torch's."""
+    own = vars(kind).keys() & {"forward", "loss_function"}
+    return bool(own) and kind.__module__.partition(".")[0] not in ("transformers", "torch")
 
 
 def _through(model: nn.Module, classes: Classes, batch: dict[str, Any]) -> Tensor:

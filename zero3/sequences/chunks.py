@@ -49,6 +49,14 @@ def chunked_cross_entropy(
     return found
 
 
+def mean_of(total: Tensor, tokens: Tensor, *, divided: bool = False) -> Tensor:
+    """`total / tokens`, 0-dim. Without tokens it is nan, as torch's; its gradients are zeros.
+    `divided`: it has been divided already.
+    """
+    mean = total if divided else total / torch.where(tokens == 0, 1, tokens)
+    return mean + torch.where(tokens == 0, float("nan"), 0.0)
+
+
 class _Chunked(torch.autograd.Function):
     """Gradients of a loss that is reduced are made in its forward, where a chunk's logits are.
     Otherwise backward makes the logits again.
@@ -64,8 +72,9 @@ class _Chunked(torch.autograd.Function):
         trains: bool,
     ) -> Tensor:
         counts = classes.counts(torch.promote_types(torch.float32, inputs.dtype))
+        total = counts.sum()
         if classes.reduction == "mean":
-            counts = counts / counts.sum()
+            counts = counts / torch.where(total == 0, 1, total)
         reduced = classes.reduction != "none"
         gradients = None
         if trains and reduced:
@@ -80,7 +89,10 @@ class _Chunked(torch.autograd.Function):
             else gradients.add(rows, logits, target, count)
             for rows, logits, target, count in _by_chunks(inputs, weight, bias, classes, counts)
         ]
-        return torch.stack([each.sum() for each in losses]).sum() if reduced else torch.cat(losses)
+        if not reduced:
+            return torch.cat(losses)
+        found = torch.stack([each.sum() for each in losses]).sum()
+        return mean_of(found, total, divided=True) if classes.reduction == "mean" else found
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:

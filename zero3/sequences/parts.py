@@ -130,6 +130,7 @@ class Parts:
 
         def begin(_: Any) -> None:
             self.present = measured
+            note_in_thread(_LATEST, weakref.ref(self))
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:

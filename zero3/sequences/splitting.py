@@ -65,9 +65,9 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     if (labels := found.pop("labels", None)) is not None:
         found["shift_labels"] = functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
     positions = found.get("position_ids")
-    if positions is None:
+    if positions is None and finds_positions(model) is None:
         positions = torch.arange(whole, device=ids.device)
-    if positions.dim() < 3:
+    if positions is not None and positions.dim() < 3:
         found["position_ids"] = positions.expand(rows, whole)
     if parts is None or not parts.active:
         return found

@@ -61,11 +61,7 @@ def tile(module: M, length: int | None) -> M:
     if length is not None and length < 1:
         raise ValueError(f"length must be 1 or more, found {length}")
     inner = unwrapped(module)
-    if any(layer is not module for layer in layers_of(module)):
-        raise ValueError(
-            f"there are layers inside of this {type(inner).__name__}, which each tile would "
-            "gather again: tile the modules in them"
-        )
+    _check_no_layers(module)
     entry = vars(inner).get("forward")
     if isinstance(entry, RootEntry):  # it stays the outermost
         entry.undo()
@@ -77,6 +73,18 @@ def tile(module: M, length: int | None) -> M:
     if isinstance(entry, RootEntry):
         entry.enter_again(inner)
     return module
+
+
+def _check_no_layers(module: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: There are layers inside. (So are experts at home: each tile would exchange.)
+    """
+    if any(layer is not module for layer in layers_of(module)):
+        raise ValueError(
+            f"there are layers inside of this {type(unwrapped(module)).__name__}, which each tile "
+            "would gather again: tile the modules in them"
+        )
 
 
 class _Tiled:
@@ -95,6 +103,7 @@ class _Tiled:
                 f"tile: {type(module).__name__} was called with a "
                 f"{type(whole).__name__} as its first argument, expected a tensor [..., S, H]"
             )
+        _check_no_layers(module)
         one = partial(self._one, module, forward, args[1:], kwargs)
         tiles = torch.split(whole, self._length, -2)
         if not torch.is_grad_enabled():
