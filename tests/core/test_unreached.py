@@ -72,24 +72,25 @@ def test_unreached_parameters_on_a_mesh_with_micro_batches(around: Any, policy: 
 
 
 @pytest.mark.parametrize(("in_backward", "scheduled"), [(False, False), (False, True), (True, True)])
-def test_unreached_parameters_in_files(tmp_path: Path, in_backward: bool, scheduled: bool) -> None:
-    """A chunk whose gradient comes to nothing is not stepped inside of backward either."""
+@pytest.mark.parametrize(("groups", "use"), [(chunks_of, seldom), (by_name, changing)])
+def test_unreached_parameters_in_files(tmp_path: Path, groups: Any, use: Use, in_backward: bool, scheduled: bool) -> None:
+    """A chunk, or a part of one, whose gradient comes to nothing is not stepped inside of backward either, nor after it."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return zero3.offload_optimizer(adamw(parameters), in_backward=in_backward)
 
-    plain = Plain(2, seldom, adamw)
+    plain = Plain(2, use, adamw)
     models = [net() for _ in range(2)]
 
     def body(group: ThreadCommunicator) -> Any:
         model, modules = models[group.rank], list(models[group.rank].blocks)
         zero3.shard(model, Block, process_group=group, policy=ShardingPolicy(offload=tmp_path))
-        optimizer = make(zero3.get_trainable_chunk(model))
-        if scheduled:  # it wraps the step, which still leaves things alone itself
+        optimizer = make(groups(model))
+        if scheduled:  # it wraps the step
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-            assert vars(optimizer)["step"].zero3_leaves_alone
+        assert vars(optimizer)["step"].zero3_leaves_alone  # the step does so itself
         for step in range(STEPS):
-            loss_of(model, modules, seldom, (step, 0, group.rank, 2)).backward()
+            loss_of(model, modules, use, (step, 0, group.rank, 2)).backward()
             optimizer.step()
             optimizer.zero_grad()
         return zero3.full_state_dict(model, rank0_only=False)

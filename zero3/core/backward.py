@@ -358,7 +358,7 @@ class Backward:
                 self._back_up(state, whole=True)
         self._settle()
         for account in accounts_of(self._stack.layers):
-            if account.unreached.landed:
+            if account.unreached.maybe:
                 account.settle()
         # the reduction adds no new gradients, so the number of tokens stays the same
         for account, total in tokens:

@@ -231,7 +231,7 @@ class LayerGradients:
         for account in self.accounts.values():
             if account.saves:
                 account.end_backward(self)
-            if account.unreached.landed:
+            if account.unreached.maybe:
                 account.settle()
         for each in self.ignored:
             each.end_backward()

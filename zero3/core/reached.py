@@ -58,6 +58,8 @@ class Unreached:
         landed, self.landed = self.landed, []
         self._slots = self._slots.difference(*(reached.slots() for reached in landed))
         self.maybe = bool(self._slots)
+        if not self.maybe:
+            self._placed = {}
         return self._slots
 
     def land(self, reached: Reached | None, zeroed: frozenset[int]) -> None:

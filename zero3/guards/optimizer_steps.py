@@ -8,6 +8,7 @@ There is no collective here, but for stage 1, where the first look at a gradient
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -68,8 +69,12 @@ class Steps:
                 optimizer.register_step_post_hook(partial(self._tell, OUTSIDE, "outside"))
             for text in steps.problems(optimizer) if first else ():
                 _log.warning("%s", text)
+        if steps.left.aside and not steps.running:
+            steps.left.drop()
         if steps.owners and (len(args) > 1 or kwargs):
-            return steps.begin_in_closure(optimizer, args, kwargs)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if callable(closure) and not steps.running:
+                return steps.begin_in_closure(closure, args, kwargs)
         for owner in steps.owners:
             state = owner()
             for account in state.gradients.accounts.values() if state is not None else ():
@@ -112,7 +117,7 @@ class _Watched:
         self.held = len(held)
         states = dict.fromkeys(each for p in held if isinstance(each := state_of(p), LayerState))
         self.owners = [Owner(state) for state in states]
-        self._left, self._warned = LeftAlone(), warned
+        self.left, self._warned = LeftAlone(), warned
         self._ends = False  # whether it hears of the steps' ends
         # the outer one's, while a subclass's step calls its base's: a step that has raised is gone
         self._step: weakref.ref[_Running] = weakref.ref(_Running())
@@ -132,30 +137,45 @@ class _Watched:
         """The gradients are there, or will be when somebody asks (stage 1). Returns the arguments
         of the step.
         """
-        if self._step() is not None:
+        if self.running:
             return None
         step = _Running(kwargs)
         self._step = weakref.ref(step)
         self._look(optimizer)
         return args, step
 
+    @property
+    def running(self) -> bool:
+        """Whether a step is under way in this thread. One that has raised is not, though a
+        traceback may hold it.
+        """
+        step, frame = self._step(), sys._getframe()
+        while step is not None and frame.f_back is not None:
+            frame = frame.f_back
+            if any(value is step for value in frame.f_locals.values()):
+                return True
+        return False
+
     def _look(self, optimizer: Optimizer) -> None:
         states = self.states()
         if any(state.gradients.owed() and not shards_gradients(state.policy) for state in states):
             reduce_deferred(p.grad for group in optimizer.param_groups for p in group["params"])
-        self._warn_of_unreached(states)
+        if any(
+            each.unreached.maybe for state in states for each in state.gradients.accounts.values()
+        ):
+            self._warn_of_unreached(states)
         spans = spans_unreached(states)
         if not spans or getattr(vars(optimizer).get("step"), "zero3_leaves_alone", False):
             return
         if not self._ends:
             optimizer.register_step_post_hook(lambda stepped, _, given: self._end(stepped, given))
             self._ends = True
-        self._left.put_aside(optimizer, spans)
+        self.left.put_aside(optimizer, spans)
 
     def _end(self, optimizer: Optimizer, kwargs: Any) -> None:
         # none: another hook has put others in place of the arguments
         if self._step() is None or kwargs is self._step():
-            self._left.put_back(optimizer)
+            self.left.put_back(optimizer)
 
     def _warn_of_unreached(self, states: list[LayerState]) -> None:
         backward = states[0].gradients.backward()
@@ -172,14 +192,12 @@ class _Watched:
                 ", ".join(names),
             )
 
-    def begin_in_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def begin_in_closure(self, closure: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """An optimizer's closure may run the backward."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure) or self._step() is not None:
-            return self.begin(optimizer, args, kwargs)
+        optimizer = args[0]
 
         def looked_at() -> Any:
-            self._left.put_back(optimizer)
+            self.left.put_back(optimizer)
             loss = closure()
             self._look(optimizer)
             return loss

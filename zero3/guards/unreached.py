@@ -56,13 +56,15 @@ class LeftAlone:
     """
 
     def __init__(self) -> None:
-        self._aside: list[
-            tuple[dict[str, Any], nn.Parameter, slice, Tensor, dict[Any, Tensor]]
-        ] = []
+        self.aside: list[tuple[dict[str, Any], nn.Parameter, slice, Tensor, dict[Any, Tensor]]] = []
+
+    def drop(self) -> None:
+        """What was put aside for a step that has raised."""
+        self.aside = []
 
     @torch.no_grad()
     def put_aside(self, optimizer: torch.optim.Optimizer, spans: Spans) -> None:
-        self._aside = []  # of a step that has raised
+        self.drop()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -71,11 +73,11 @@ class LeftAlone:
                     untouched = ~parameter.grad.as_subclass(Tensor)[span].any()
                     tensors = _tensors(optimizer, parameter)
                     before = {key: each[..., span].clone() for key, each in tensors}
-                    self._aside.append((group, parameter, span, untouched, before))
+                    self.aside.append((group, parameter, span, untouched, before))
 
     @torch.no_grad()
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        aside, self._aside = self._aside, []
+        aside, self.aside = self.aside, []
         for group, parameter, span, untouched, before in aside:
             tensors = _tensors(optimizer, parameter)
             if any(key not in before for key, _ in tensors):

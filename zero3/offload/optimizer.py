@@ -149,7 +149,7 @@ class _StepByTurns:
 
         # what no gradient has reached (`guards/optimizer_steps.py`); wrappers of it, as torch's
         # schedulers make them, say so too
-        step.zero3_leaves_alone = True  # type: ignore[attr-defined]
+        self.zero3_leaves_alone = step.zero3_leaves_alone = True  # type: ignore[attr-defined]
         # schedulers of torch ask for it
         self.__func__ = torch.optim.Optimizer.profile_hook_step(step)
         self._optimizer = weakref.ref(optimizer)

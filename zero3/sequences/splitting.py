@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ..comm.agreement import agree
 from ..conductors.conducted import unconducted
+from .attention import finds_positions
 from .parts import Parts, padded, parts_of
 
 __all__: list[str] = []
