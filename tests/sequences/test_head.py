@@ -17,6 +17,7 @@ import zero3
 from tests.support.live import LiveBytes
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.stacks import WORDS, Block, Stack, built
+from zero3.sequences.causal_lm import is_by_chunks
 from zero3.sequences.chunks import Classes, chunked_cross_entropy
 
 CONFIG = t.LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
@@ -51,6 +52,56 @@ def test_linear_cross_entropy_by_chunks_of_ours(n: int, words: int, reduction: s
         torch.testing.assert_close(found, expected)
     with torch.no_grad():
         torch.testing.assert_close(chunked_cross_entropy(x, w, None, Classes(target, classes, -100, reduction)).shape, theirs.shape)
+
+
+def test_a_batch_without_a_token_that_counts_has_a_loss_of_nan_and_gradients_of_zero() -> None:
+    """As transformers' own: such a micro-batch spoils no other's gradients."""
+    model = llama()
+    batch = {"input_ids": drawn(2, 5, high=61), "labels": torch.full((2, 5), -100)}
+    loss = zero3.causal_lm_loss(model, **batch)
+    loss.backward()
+    assert loss.isnan() and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    x, w = drawn(4, 3).requires_grad_(), drawn(5, 3, seed=1).requires_grad_()
+    mean = chunked_cross_entropy(x, w, None, Classes(torch.full((4,), -100), None, -100, "mean"))
+    mean.backward()
+    assert mean.isnan() and not x.grad.any() and not w.grad.any()
+
+
+class WithAnotherTerm(t.LlamaForCausalLM):
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        found = super().forward(*args, labels=labels, **kwargs)
+        found.loss = found.loss + 1
+        return found
+
+
+def with_another_loss(model: Any) -> Any:
+    model.loss_function = lambda *args, **kwargs: torch.tensor(7.0)
+    return model
+
+
+def prompted(kind: Any) -> Any:
+    return peft.get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("model", "by_chunks", "refused"),
+    [
+        (lambda: llama(), True, False),
+        (lambda: peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")), True, False),
+        (lambda: WithAnotherTerm(CONFIG), False, False),
+        (lambda: with_another_loss(llama()), False, True),
+        (lambda: prompted(peft.PromptTuningConfig), False, True),
+    ],
+)
+def test_a_trainer_leaves_a_loss_alone_that_is_not_the_plain_one(model: Any, by_chunks: bool, refused: bool) -> None:
+    """`Zero3Trainer` asks `is_by_chunks`. `causal_lm_loss`, which was asked for by name, refuses what it can know."""
+    made = model()
+    batch = {"input_ids": drawn(2, 5, high=61), "labels": drawn(2, 5, high=61)}
+    for each in (made, zero3.shard(made)):
+        assert is_by_chunks(each, batch) is by_chunks
+        if refused:
+            with pytest.raises(ValueError, match=r"Take model\(\*\*batch\).loss"):
+                zero3.causal_lm_loss(each, **batch)
 
 
 def test_linear_cross_entropy_says_that_its_gradients_are_used_up() -> None:

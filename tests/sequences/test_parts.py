@@ -17,6 +17,7 @@ import zero3
 from tests.pairs.joining import on_threads
 from tests.sequences.texts import WORDS, assert_gradients, batch, made, plain_step, plain_sum, step
 from tests.support.ranks import run_parts, run_ranks
+from zero3.sequences.attention import check_model
 
 
 def check(groups: int, parts: int, tokens: list[int], padding: str = "", **model: Any) -> None:
@@ -243,6 +244,52 @@ def part_of(mine: Any, **more: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_parts_refuse_wrong_calls(call: Any, match: str) -> None:
     refused(made, call, match)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0,
+}  # fmt: skip
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (lambda: t.LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+        (lambda: t.Phi3Config(**SMALL, rope_parameters=LONG, original_max_position_embeddings=8), "longrope"),
+        (lambda: t.RobertaConfig(**SMALL, is_decoder=True), "positions"),
+        (lambda: t.OPTConfig(vocab_size=61, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4), "positions"),
+        (lambda: t.Llama4TextConfig(**SMALL, num_local_experts=2, layer_types=["chunked_attention"] * 2), "chunks"),
+    ],
+)
+def test_models_that_count_in_their_part_are_refused(config: Any, match: str) -> None:
+    """Each of them would compute other numbers with a part of a sequence than with the whole."""
+    model = t.AutoModelForCausalLM.from_config(config())
+    with pytest.raises(ValueError, match=match):
+        check_model(model, 2)
+    check_model(made(), 2)
+
+
+def test_an_attention_of_the_registry_sees_its_own_name() -> None:
+    """Inside of parts and outside of them: some look a kernel up by it."""
+    names = []
+
+    def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kw: Any) -> Any:
+        names.append((module.config._attn_implementation, module.num_key_value_groups, module.training))
+        return t.AttentionInterface()["sdpa"](module, query, key, value, mask, **kw)
+
+    t.AttentionInterface.register("mine", mine)
+    t.AttentionMaskInterface.register("mine", t.AttentionMaskInterface()["sdpa"])
+    models = [made(attention="mine") for _ in range(2)]
+
+    def body(group: Any) -> None:
+        model = zero3.shard(models[group.rank], process_group=group)
+        model(**part_of(model))
+        with zero3.resident(model), torch.no_grad():
+            model(input_ids=batch(0, 4)["input_ids"])
+
+    run_parts(1, 2, body)
+    assert {name for name, *_ in names} == {"mine"} and len(names) == 2 * 2 * 2
 
 
 def test_a_batch_that_was_cut_is_refused_inside_of_resident() -> None:

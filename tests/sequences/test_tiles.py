@@ -181,3 +181,11 @@ def test_tile_refuses_bad_arguments() -> None:
         zero3.tile(nn.Linear(2, 2), 2)(torch.ones(2))
     with pytest.raises(ValueError, match="layers inside"):
         zero3.tile(zero3.shard(built(Model), [Residual]), 2)
+
+
+def test_a_module_that_has_got_layers_inside_since_it_was_tiled_is_refused() -> None:
+    """Each tile would gather them, and experts at home would exchange for each."""
+    mlp = zero3.tile(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), 2)
+    model = zero3.shard(nn.Sequential(mlp), [mlp[0]])
+    with pytest.raises(ValueError, match="layers inside"):
+        model(torch.ones(1, 6, 4))
