@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import zero3
 from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, plain, train
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
-from tests.support.ranks import ThreadCommunicator, run_mesh
-from zero3.checkpoint import manifest
+from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
+from zero3.checkpoint import manifest, numbered
 from zero3.checkpoint.numbered import next_number
 
 Hosts = Sequence[int]  # the host of each rank
@@ -348,3 +350,45 @@ def test_load_checkpoint_looks_at_each_copy_that_it_reads(tmp_path: Path) -> Non
             zero3.load_checkpoint(host(tmp_path, group.rank) / "step-1", model, optimizer)
 
     on_ranks(2, body)
+
+
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = numbered._views
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(nn.Sequential(nn.Linear(2, 2)), nn.Linear, process_group=group)
+
+        def views(roots: Any, run: Any) -> Any:
+            if roots[0].name == "1":
+                raise OSError(5, "made up")
+            return real(roots, run)
+
+        monkeypatch.setattr(numbered, "_views", views)
+        with pytest.raises(OSError, match=r"rank 1.*made up"):
+            zero3.latest_checkpoint(tmp_path / str(group.rank), model=model)
+
+    run_ranks(2, body)
+
+
+def test_a_directory_that_may_not_be_searched_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `lost+found` at the root of a disk."""
+    (tmp_path / "lost+found").mkdir(mode=0)
+    access, is_file = os.access, Path.is_file
+
+    def looks(path: Path) -> bool:
+        if path.parent.name == "lost+found":
+            raise PermissionError(13, "made up", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "lost+found" and access(path, mode))
+    monkeypatch.setattr(Path, "is_file", looks)
+
+    def body(group: ThreadCommunicator) -> Path | None:
+        model = zero3.shard(nn.Sequential(nn.Linear(2, 2)), nn.Linear, process_group=group)
+        for number in range(3):
+            zero3.save_checkpoint(tmp_path / f"step-{number}", model, keep_last=2, run="one")
+        return zero3.latest_checkpoint(tmp_path, model=model)
+
+    assert run_ranks(2, body) == [tmp_path / "step-2"] * 2
+    assert zero3.latest_checkpoint(tmp_path) == tmp_path / "step-2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lost+found", "step-1", "step-2"]

@@ -9,6 +9,8 @@ import os
 import pickle
 import signal
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -360,3 +362,23 @@ def test_a_header_is_not_changed_by_events(tmp_path: Path) -> None:
     assert struct.unpack_from("<Q", path.read_bytes(), 32)[0] == 0
     del ring
     assert rings.read(path).closed
+
+
+def test_a_ring_is_closed_when_its_process_ends_well(tmp_path: Path) -> None:
+    """Also if something still holds it then."""
+    script = "import sys; from pathlib import Path; from zero3.comm.ring import Ring; held = Ring(Path(sys.argv[1]), 5, 0, 2)"
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
+    (path,) = tmp_path.iterdir()
+    assert rings.read(path).closed
+
+
+def test_what_is_not_ours_to_read_is_not_ours_to_delete(directory: Path, tmp_path: Path) -> None:
+    """And it is no reason to have no ring. (A link is as good as another user's file.)"""
+    directory.mkdir(parents=True, exist_ok=True)
+    strange = [directory / f"zero3-5-{number:016x}-rank0.ring" for number in range(20)]
+    for path in strange:
+        path.symlink_to(tmp_path / "elsewhere")
+    model = run_ranks(2, lambda group: zero3.shard(nn.Sequential(nn.Linear(2, 2)), nn.Linear, process_group=group))
+    assert all(path.is_symlink() for path in strange)
+    assert len([path for path in directory.glob("*.ring") if not path.is_symlink()]) == 2
+    del model

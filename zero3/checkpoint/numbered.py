@@ -50,6 +50,7 @@ def latest_checkpoint(
             `run` is empty; or checkpoints are of different runs, and there are several directories
             or `model`; or ranks differ in `run` or in the number of directories.
         TypeError: `run` is no text.
+        OSError: A directory can't be read. With `model`, all ranks raise it.
 
     Example::
 
@@ -66,7 +67,7 @@ def latest_checkpoint(
     with agreeing(first.communicator, first.device, "latest_checkpoint") as lines:
         check_run(run)
         lines += [f"run: {run}", f"directories: {len(roots)}"]
-    text = json.dumps(_views(roots, run))
+        text = json.dumps(_views(roots, run))  # here: a disk may fail on one rank alone
     texts = exchange_texts(first.communicator, first.device, text)
     return _newest(roots, [json.loads(text) for text in texts], run, alone=False)
 
@@ -149,8 +150,7 @@ def prune(directory: Path, keep: int, run: str) -> None:
     )
     for _, path in numbered[:-keep]:
         manifest.delete(path)
-    for name in file_operations.names_in(directory):
-        path = directory / name
+    for path in _paths_in(directory):
         if (
             path.is_dir()
             and not path.is_symlink()
@@ -163,12 +163,20 @@ def prune(directory: Path, keep: int, run: str) -> None:
 def _numbered(directory: Path, strict: bool = True) -> list[tuple[int, Path, str | None]]:
     """The number, the path and the run of each checkpoint."""
     found = []
-    for name in file_operations.names_in(directory):
-        if (directory / name / manifest.NAME).is_file():
+    for path in _paths_in(directory):
+        if (path / manifest.NAME).is_file():
             try:
-                content = manifest.parse(directory / name / manifest.NAME)
-                found.append((int(content["number"]), directory / name, content.get("run")))
+                content = manifest.parse(path / manifest.NAME)
+                found.append((int(content["number"]), path, content.get("run")))
             except (ValueError, KeyError):
                 if strict:
                     raise
     return found
+
+
+def _paths_in(directory: Path) -> list[Path]:
+    """What is there, without directories that may not be searched, as a disk's `lost+found`: they
+    hold no checkpoint of ours.
+    """
+    paths = [directory / name for name in file_operations.names_in(directory)]
+    return [path for path in paths if not path.is_dir() or os.access(path, os.R_OK | os.X_OK)]

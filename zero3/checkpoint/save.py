@@ -326,7 +326,8 @@ class _Prepared:
         first = contents.states[0]
         text = json.dumps(self.content) if contents.is_first else ""
         self.content = json.loads(from_rank(first, text, 0))
-        number = max(next_number(self.directory) if hosts.leads else 0, first.saves.number + 1)
+        with agreeing(contents.communicator, contents.device, "the number of save_checkpoint"):
+            number = max(next_number(self.directory) if hosts.leads else 0, first.saves.number + 1)
         numbers = exchange_texts(contents.communicator, contents.device, str(number))
         self.content["number"] = max(map(int, numbers))
 

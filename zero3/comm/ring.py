@@ -17,6 +17,7 @@ import socket
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from .errors import Ranked
 __all__: list[str] = []
 
 SWITCH = "ZERO3_RING_DIR"
+_WEEK = 7 * 24 * 3600.0  # seconds
 FILE = re.compile(r"zero3-[0-9a-f]+-([0-9a-f]{16})-rank(\d+)\.ring")
 DIRECTIONS = ("forward", "backward", "step", None)  # None: outside of the model
 FORWARD, BACKWARD, STEP, OUTSIDE = range(4)
@@ -95,11 +97,7 @@ class Ring:
         self._codes: dict[tuple[str, str | None, int], int] = {}
         self._end, self._place, self._held = _NAMES, _FIRST, 0
         self.transfers, self.direction = 0, OUTSIDE
-
-    def __del__(self) -> None:
-        with suppress(AttributeError):  # it was not made
-            if self._pid == os.getpid():
-                self._words[_CLOSED] = 1
+        weakref.finalize(self, _close, self._words, self._pid)  # at the process' end, too
 
     @property
     def is_ours(self) -> bool:
@@ -143,6 +141,11 @@ class Ring:
             self._words[_OVER] = number
 
 
+def _close(words: memoryview, pid: int) -> None:
+    if pid == os.getpid():
+        words[_CLOSED] = 1
+
+
 def directory() -> Path | None:
     """Where rings lie. None: the user wants none."""
     if said := os.environ.get(SWITCH):
@@ -178,18 +181,25 @@ def _forget_old(where: Path, rank: int) -> None:
     named = ((path, FILE.fullmatch(path.name)) for path in where.iterdir())
     mine = sorted((match[1], path) for path, match in named if match and int(match[2]) == rank)
     for _, path in mine[: 1 - _KEPT]:
-        if not _is_written(path):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # another user's
+            if _is_over(path):
+                path.unlink()
 
 
-def _is_written(path: Path) -> bool:
+def _is_over(path: Path) -> bool:
+    """Whether nobody writes it. One from another host may be written there, if it is no week old.
+
+    Raises:
+        OSError: It can't be read.
+    """
+    head, old = _bytes_of(path, _EVENTS), time.time() - path.stat().st_mtime > _WEEK
     try:
-        head = _bytes_of(path, _EVENTS)
         about = _about(head)
         closed: int = struct.unpack_from("<Q", head, 8 * _CLOSED)[0]
-    except (OSError, ValueError, struct.error):
-        return False
-    return not closed and is_alive(about) is True
+    except (ValueError, struct.error):  # damaged
+        return path.stat().st_uid == os.getuid()
+    alive = is_alive(about)
+    return bool(closed) or alive is False or (alive is None and old)
 
 
 def is_alive(about: dict[str, Any]) -> bool | None:

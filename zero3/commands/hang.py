@@ -101,6 +101,8 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         isinstance(each, dict)
         and isinstance(each.get("state"), str)
         and type(each.get("time_created_ns", 0)) is int
+        and isinstance(each.get("profiling_name"), str | None)
+        and isinstance(each.get("collective_seq_id"), int | None)
         for each in entries
     ):
         raise ValueError("it is no dump of torch's flight recorder")
