@@ -29,9 +29,9 @@ def test_representative_architectures_are_right(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "architectures.jsonl").read_text().splitlines()]
     assert sorted(row["type"] for row in rows) == sorted(TYPES), "nothing is done twice"
     for row in rows:
-        assert set(row["checks"]) == {"step", "checkpointing", "LoRA", "generate", "load", "save"}
+        assert set(row["checks"]) == {"step", "experts", "checkpointing", "LoRA", "generate", "load", "save"}
         assert all(text in ("ok", "-") for text in row["checks"].values()), row
-    assert "3 of 3" in done.stderr and "| olmoe | OlmoeForCausalLM | ok | ok | ok | ok | ok | ok |" in done.stdout
+    assert "3 of 3" in done.stderr and "| olmoe | OlmoeForCausalLM | ok | ok | ok | ok | ok | ok | ok |" in done.stdout
 
 
 def test_sizes_of_full_models() -> None:
