@@ -97,6 +97,7 @@ OTHERS = {
     "of this rank alone": {"get_trainable_chunk", "is_sharded", "named_gradients", "no_sync", "offload_activations", "profile"}
     | {"register_forward_method", "report", "reset"},
     "built of the above": {"Zero3Sequential", "check", "joinable"},
+    "a part of a forward": {"attend", "causal_lm_loss", "linear_cross_entropy", "split_sequence", "tile"},
     "needs a process group, or files: below": {"ZeroRedundancyOptimizer", "offload_optimizer"},
 }
 
