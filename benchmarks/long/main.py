@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anyw
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,6 +51,8 @@ def measure(rank: int, world_size: int, way: int, length: int, scratch: str, ste
     with LiveBytes() as live:
         torch.manual_seed(0)
         sizes = {**SIZES, "max_position_embeddings": length}
+        import transformers
+
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
         parts = way >= 4
         mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_shard", "sp")) if parts else None
@@ -99,6 +100,8 @@ def plans(say: Callable[[str], None]) -> str:
 
     policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
+        import transformers
+
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**OF_8B)).to(torch.bfloat16)
     rows = []
     for length in (1 << 17, 1 << 19):
