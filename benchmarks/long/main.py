@@ -46,13 +46,13 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def measure(rank: int, world_size: int, way: int, length: int, scratch: str, steps: int) -> tuple[float, float]:
     """The peak in MB above what is at rest, and seconds a step."""
+    import transformers
+
     import zero3
 
     with LiveBytes() as live:
         torch.manual_seed(0)
         sizes = {**SIZES, "max_position_embeddings": length}
-        import transformers
-
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
         parts = way >= 4
         mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp_shard", "sp")) if parts else None
@@ -96,12 +96,12 @@ def loss_of(model: Any, ids: Tensor, way: int) -> tuple[Tensor, Tensor | None]:
 
 def plans(say: Callable[[str], None]) -> str:
     """The causes of the peak on each of 8 ranks of 80 GB, blocks checkpointed, bf16 over float32 masters."""
+    import transformers
+
     import zero3
 
     policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
-        import transformers
-
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**OF_8B)).to(torch.bfloat16)
     rows = []
     for length in (1 << 17, 1 << 19):
