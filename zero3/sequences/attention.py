@@ -134,7 +134,7 @@ class _Exchanging:
         run = self._inner or sys.modules[type(module).__module__].eager_attention_forward
         parts = parts_of(module)
         if parts is None or not parts.active:
-            return run(_StandIn(module, self._name), query, key, value, attention_mask, **kw)
+            return run(_AttentionNamed(module, self._name), query, key, value, attention_mask, **kw)
         if not parts.depth and not inside_backward():
             raise RuntimeError(
                 f"an attention of {type(module).__name__} was called outside of a forward of the "
@@ -144,7 +144,7 @@ class _Exchanging:
             kw["position_ids"] = parts.present.positions
 
         def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            stand_in = _StandIn(module, self._name)
+            stand_in = _AttentionNamed(module, self._name)
             stand_in.num_key_value_groups = q.shape[1] // k.shape[1]
             found: Tensor = run(stand_in, q, k, v, attention_mask, **kw)[0]
             return found.transpose(1, 2)
@@ -153,7 +153,7 @@ class _Exchanging:
         return back.transpose(1, 2).contiguous(), None
 
 
-class _StandIn:
+class _AttentionNamed:
     """An attention module, whose configuration names its attention as before; some look for that.
     It may have another number of query heads to a key head, which holds on this rank.
     """
