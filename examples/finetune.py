@@ -169,10 +169,10 @@ def train(model: CausalLM, optimizer: torch.optim.Optimizer, tokens: Tensor, opt
             if slow or fast:
                 extra = {"losses": losses, "schedule": schedule.state_dict(), "draws": draws.get_state(), "step": step}
                 frozen = options.lora is None  # what adapters are for is in the directory of --model
-                path = (options.checkpoint_dir if slow else options.fast_output) / f"step-{step}"
+                path = (options.checkpoint_dir if slow else options.fast_output) / "-".join(filter(None, (options.run, f"step-{step}")))
                 # each host's own disk is fast, and goes with the host: so the next host has a copy
                 tier = {} if slow else {"local": True, "replicas": 1}
-                zero3.save_checkpoint(path, model.sharded, optimizer, extra=extra, frozen=frozen, keep_last=2, **tier)
+                zero3.save_checkpoint(path, model.sharded, optimizer, extra=extra, frozen=frozen, keep_last=2, run=options.run, **tier)
     return Run(losses, speed, live_memory(model.sharded, optimizer))
 
 
@@ -185,9 +185,9 @@ def resume(
 ) -> list[float]:
     """The losses so far, with everything as it was after the last of them; none if there is no checkpoint."""
     if options.fast_output is None:
-        latest = zero3.latest_checkpoint(options.checkpoint_dir)
+        latest = zero3.latest_checkpoint(options.checkpoint_dir, run=options.run)
     else:  # the newest that all hosts together have
-        latest = zero3.latest_checkpoint(options.fast_output, options.checkpoint_dir, model=model.sharded)
+        latest = zero3.latest_checkpoint(options.fast_output, options.checkpoint_dir, model=model.sharded, run=options.run)
     if latest is None:
         return []
     extra = zero3.load_checkpoint(latest, model.sharded, optimizer)  # random generators too

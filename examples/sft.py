@@ -107,6 +107,7 @@ def new_parser() -> argparse.ArgumentParser:
     add("--samples", type=int, metavar="N", default=2, help="held-out chats that are answered at each evaluation")
     add("--fast-output", type=Path, metavar="DIR", help="save there too: a directory on each host's own disk; the next host gets a copy")
     add("--fast-every", type=int, metavar="N", default=10, help="steps between those")
+    add("--run", metavar="NAME", help="the name of this run, where directories hold several (default: torchrun's, or a new one)")
     add("--resume", action="store_true", help="go on from the newest whole checkpoint, with any number of processes; without one, begin")
     return parser
 
@@ -264,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(options.patience))
     if options.fast_output is not None:
-        callbacks.append(FastCheckpoints(options.fast_output, options.fast_every, frozen=options.lora is None))
+        callbacks.append(FastCheckpoints(options.fast_output, options.fast_every, options.run, frozen=options.lora is None))
     data = {"train_dataset": parts["train"], "eval_dataset": parts["test"], "processing_class": tokenizer}
     muon = (MuonAndAdamW, {"lr": options.lr}) if options.optimizer == "muon" else None
     trainer = Trainer(model=model, args=config, callbacks=callbacks, optimizer_cls_and_kwargs=muon, **data)
@@ -272,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--max-length {options.max_length}: no chat has an answer within it")
     saved = list(Path(config.output_dir).glob(f"checkpoint-*/{STATE}")) if options.resume else []  # it is written last
     with_disks = options.resume and options.fast_output is not None
-    fast = zero3.latest_checkpoint(options.fast_output, model=model) if with_disks else None  # that all hosts together have
+    fast = zero3.latest_checkpoint(options.fast_output, model=model, run=options.run) if with_disks else None
     before = trainer.evaluate()["eval_loss"] if not saved and fast is None else None
     if fast is not None and all(step_of(fast) > step_of(state.parent) for state in saved):
         trainer.train_from(fast)

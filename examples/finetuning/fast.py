@@ -26,15 +26,17 @@ def step_of(checkpoint: Path) -> int:
 class FastCheckpoints(TrainerCallback):
     """Every few steps, all that training needs to go on. A disk goes with its host, so the next host has a copy."""
 
-    def __init__(self, directory: Path, every: int, frozen: bool) -> None:
-        self.directory, self.every, self.frozen = directory, every, frozen
+    def __init__(self, directory: Path, every: int, run: str | None, frozen: bool) -> None:
+        self.directory, self.every, self.run, self.frozen = directory, every, run, frozen
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **others: Any) -> None:
         if state.global_step % self.every or control.should_save:  # then the trainer saves
             return
         extra = {"state": json.dumps(asdict(state)), "schedule": lr_scheduler.state_dict()}
-        path, plain = self.directory / f"step-{state.global_step}", getattr(optimizer, "optimizer", optimizer)
-        zero3.save_checkpoint(path, model, plain, extra=extra, frozen=self.frozen, keep_last=2, local=True, replicas=1)
+        path = self.directory / "-".join(filter(None, (self.run, f"step-{state.global_step}")))
+        plain = getattr(optimizer, "optimizer", optimizer)
+        kept = {"frozen": self.frozen, "keep_last": 2, "run": self.run}
+        zero3.save_checkpoint(path, model, plain, extra=extra, local=True, replicas=1, **kept)
 
 
 class GoesOn(Zero3Mixin):

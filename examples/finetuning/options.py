@@ -78,6 +78,7 @@ def parser_for(description: str) -> argparse.ArgumentParser:
     add("--checkpoint-dir", type=Path, metavar="DIR", help="where to (default: checkpoints in --output)")
     add("--fast-output", type=Path, metavar="DIR", help="save there too: a directory on each host's own disk; the next host gets a copy")
     add("--fast-every", type=positive, metavar="N", default=10, help="steps between those")
+    add("--run", metavar="NAME", help="the name of this run, where directories hold several (default: torchrun's, or a new one)")
     add("--resume", action="store_true", help="go on from the newest checkpoint, with any number of processes; without one, begin")
 
     add = parser.add_argument_group("the small model, when there is no --model").add_argument

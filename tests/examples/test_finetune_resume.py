@@ -94,8 +94,11 @@ def test_on_another_number_of_ranks(
 @pytest.mark.slow
 def test_the_same_losses_from_a_fast_directory(losses: tuple[Path, dict[str, list[float]], dict[str, list[float]]], tmp_path: Path) -> None:
     """Saved in each step to storage of the host's own, and in every third to what all hosts see."""
-    fast = ["--fast-output", tmp_path / "fast", "--fast-every", 1, "--checkpoint-every", EVERY, "--resume"]
-    given = [arguments(tmp_path / "run", *WAYS["shard"], *fast)]
+    fast = ["--fast-output", tmp_path / "fast", "--fast-every", 1]
+    options = [*fast, "--checkpoint-every", EVERY, "--resume", "--run", "first"]
+    given = [arguments(tmp_path / "run", *WAYS["shard"], *options)]
     assert try_on_ranks(2, run, given, KILLED, fresh=True)[1].error == "killed"
-    assert sorted(path.name for path in (tmp_path / "fast").iterdir()) == ["step-5", f"step-{KILLED - 1}"]
+    assert sorted(path.name for path in (tmp_path / "fast").iterdir()) == ["first-step-5", f"first-step-{KILLED - 1}"]
+    other = arguments(tmp_path / "other", *WAYS["shard"], *fast, "--run", "second", "--steps", KILLED - 1, "--lr", 1)
+    on_ranks(2, run, [other], None, fresh=True)  # to the same disks
     assert on_ranks(2, run, given, None, fresh=True)[0][0] == losses[1]["shard"]
