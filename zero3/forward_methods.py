@@ -13,7 +13,7 @@ from torch import nn
 from .access import states_of
 from .core.parameters import unwrapped
 from .guards.module_overrides import Override
-from .layer import RootEntry, Zero3Layer, layers_of, run_in
+from .layer import Zero3Layer, enter_root, layers_of, root_entered, run_in
 from .sequences.dividing import enter_forward, read_own
 from .sequences.parts import parts_of
 
@@ -51,7 +51,6 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(owner).__name__} has no method {method_name!r}: register_forward_method takes "
             "the name of one"
         )
-    entry = vars(module).get("forward")
     if parts_of(module) is not None:
         Override(owner, method_name, partial(enter_forward, read_own))
     if isinstance(module, Zero3Layer):
@@ -61,12 +60,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
             partial(_call_layer, method_name),
             default=getattr(type(owner), method_name, None),
         )
-    elif (
-        isinstance(entry, RootEntry)
-        and (root := entry.root()) is not None
-        and (runtime := entry.runtime()) is not None
-    ):
-        RootEntry(module, root, runtime, method_name)
+    elif (entered := root_entered(module)) is not None:
+        enter_root(module, *entered, method_name)
     elif not layers_of(module):
         raise ValueError(
             f"this {type(module).__name__} lies inside a layer, which is fetched as a whole: "

@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -410,37 +409,45 @@ def run_sharded(
         )
 
 
-class RootEntry(Override):
-    """Replaces the `forward` of a module outside the layers of a sharded model. It fetches the
-    root's own layer first.
+class _RootEntry:
+    """What stands around the `forward` of a module outside the layers of a sharded model: it
+    fetches the root's own layer first.
     """
 
-    def __init__(
-        self, module: nn.Module, root: LayerState, runtime: Runtime, name: str = "forward"
-    ) -> None:
-        super().__init__(module, name, run_sharded)
+    def __init__(self, root: LayerState, runtime: Runtime) -> None:
         # the model holds the root, its layers the runtime
         self.root, self.runtime = weakref.ref(root), weakref.ref(runtime)
 
-    @ends_graphs
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, root, runtime = self._module(), self.root(), self.runtime()
-        if module is None or root is None or runtime is None:
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        root, runtime = self.root(), self.runtime()
+        if root is None or runtime is None:
             raise RuntimeError(
-                f"the sharded model that this {self._plain.__qualname__} belongs to is gone"
+                f"the sharded model that this {type(module).__name__} belongs to is gone"
             )
-        forward = self._own or partial(self._plain, module)
         return (
             forward(*args, **kwargs)
             if runtime.is_running(root)
             else run_sharded(runtime, root, module, forward, args, kwargs)
         )
 
-    def enter_again(self, module: nn.Module) -> None:
-        """Puts one like it over what the module's forward is now."""
-        root, runtime = self.root(), self.runtime()
-        if root is not None and runtime is not None:
-            RootEntry(module, root, runtime)
+
+def enter_root(
+    module: nn.Module, root: LayerState, runtime: Runtime, name: str = "forward"
+) -> None:
+    """From now on the method `name` of `module` fetches the root's own layer first."""
+    Override(module, name, _RootEntry(root, runtime))
+
+
+def root_entered(module: nn.Module) -> tuple[LayerState, Runtime] | None:
+    """The root's own layer, if the forward of `module` fetches it first, and its runtime."""
+    forward = vars(module).get("forward")
+    entry = forward.around if isinstance(forward, Override) else None
+    root, runtime = (
+        (entry.root(), entry.runtime()) if isinstance(entry, _RootEntry) else (None, None)
+    )
+    return None if root is None or runtime is None else (root, runtime)
 
 
 def run_in(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -452,14 +459,8 @@ def run_in(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwa
         if runtime.is_running(state):
             return function(*args, **kwargs)
         return run_sharded(runtime, state, module, function, args, kwargs)
-    entry = vars(module).get("forward")
-    if (
-        isinstance(entry, RootEntry)
-        and (root := entry.root()) is not None
-        and (own := entry.runtime()) is not None
-        and not own.is_running(root)
-    ):
-        return run_sharded(own, root, module, function, args, kwargs)
+    if (entered := root_entered(module)) is not None and not entered[1].is_running(entered[0]):
+        return run_sharded(entered[1], entered[0], module, function, args, kwargs)
     return function(*args, **kwargs)
 
 
@@ -564,9 +565,8 @@ def _called_by(module: nn.Module) -> list[LayerState]:
     """The layers that a call of `module` may call: those in it, and the root's own layer if its
     `forward` enters that.
     """
-    forward = vars(module).get("forward")
-    root = forward.root() if isinstance(forward, RootEntry) else None
-    return [*states_in(module), *([] if root is None else [root])]
+    entered = root_entered(module)
+    return [*states_in(module), *([] if entered is None else [entered[0]])]
 
 
 def _depths(module: nn.Module, depth: int, seen: set[nn.Module]) -> Iterator[int]:

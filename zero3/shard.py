@@ -37,7 +37,7 @@ from .core.sites import ParameterSites
 from .guards.compiled import check_compiled
 from .guards.module_overrides import Override, guard, refuse_merges
 from .guards.unshardable import check_parameters
-from .layer import RootEntry, Zero3Layer, adopt, is_layer, layers_of, put
+from .layer import Zero3Layer, adopt, enter_root, is_layer, layers_of, put
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
 from .sequences.dividing import check_dividable, divide_sequences
@@ -404,7 +404,7 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
     for _, module in own_modules(model, is_layer):
         guard(module, is_layer, lists_chunks=module is model)
         if is_callable(module):
-            RootEntry(module, state, runtime)
+            enter_root(module, state, runtime)
         if callable(getattr(type(module), "generate", None)):
             Override(module, "generate", generate)
         for name in _CONTINUOUS_BATCHING:

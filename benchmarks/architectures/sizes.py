@@ -31,7 +31,7 @@ def measure(kind: str) -> dict[str, Any]:
 
 def cut(model: nn.Module) -> dict[str, Any]:
     parts = choose(model, None)
-    tied = tied_across(model, parts)
+    tied = tied_across(model, [tuple(module for _, module in part) for part in parts])
     layers = [each for part in parts for each in part]
     wrapped = {id(module) for _, module in layers}
     places = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)

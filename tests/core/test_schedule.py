@@ -111,7 +111,7 @@ def test_a_layer_is_reduced_once_when_all_its_calls_are_over(forward: list[Tree]
     walk = whole_walk(trace)
     assert not any(reduce for kind, _, reduce in walk if kind == "open")
     reduced = [trace.calls[index].layer for _, index, reduce in walk if reduce]
-    assert sorted(reduced) == sorted(set(trace.signature()))
+    assert sorted(reduced) == sorted({call.layer for call in trace.calls})
     for layer in reduced:
         closings = [reduce for kind, index, reduce in walk if kind == "close" and trace.calls[index].layer == layer]
         assert closings == [False] * (len(closings) - 1) + [True]
@@ -120,7 +120,7 @@ def test_a_layer_is_reduced_once_when_all_its_calls_are_over(forward: list[Tree]
 @given(forwards, st.integers(0, 4))
 def test_look_ahead_names_the_layers_that_are_opened_next(forward: list[Tree], depth: int) -> None:
     trace = record(forward)
-    order = list(reversed(trace.signature()))
+    order = list(reversed(tuple(call.layer for call in trace.calls)))
     assert trace.upcoming(depth) == order[:depth]
     for step in trace.advance(trace.calls[0]):
         if step.opens:
@@ -177,6 +177,6 @@ def test_an_outer_layer_is_over_only_at_the_very_end() -> None:
 
 def test_a_tape_knows_its_layers() -> None:
     trace = record([("a", []), ("b", []), ("a", [])])
-    assert trace.signature() == ("a", "b", "a")
+    assert tuple(call.layer for call in trace.calls) == ("a", "b", "a")
     assert trace.holds("a") and trace.holds("b") and not trace.holds("c")
     assert not describe(CallTrace[str]().finish(complete=True))

@@ -23,28 +23,28 @@ FAULTS = [
         "experts/at_home.py",
         "        self._among.all_to_all(into.view(-1), flat.view(-1), bounds, places).wait()\n",
         "        self._among.all_to_all(into.view(-1), flat.view(-1), bounds, places)\n",
-        "experts/numbers",
+        "experts/expert_parallel",
     ),
     Fault(
         "counts of tokens are read before they have come",
         "experts/at_home.py",
         "        self._among.all_to_all(received, words).wait()\n",
         "        self._among.all_to_all(received, words)\n",
-        "experts/numbers",
+        "experts/expert_parallel",
     ),
     Fault(
         "a rank without tokens stops its recomputation early",
         "experts/at_home.py",
         "        ctx.save_for_backward(row)\n",
         "        ctx.save_for_backward(*[row] * bool(len(row)))\n",
-        "experts/numbers",
+        "experts/expert_parallel",
     ),
     Fault(
         "experts' gradients are a sum for a mean",
         "build/axes.py",
         'mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean"',
         'mean = landed_dtype(policy, stored), policy.gradient_reduction == "mean" and not chunk.in_part',
-        "experts/numbers",
+        "experts/expert_parallel",
     ),
     Fault(
         "compute does not wait for a gather",
@@ -84,8 +84,8 @@ FAULTS = [
     Fault(
         "padding not zeroed",
         "core/gradient_buffer.py",
-        "if missing or spots[-1][0].stop:",
-        "if missing:",
+        "if self.missing or spots[-1]:  # padding",
+        "if self.missing:",
         "core/random_models",
     ),
     Fault(
@@ -115,8 +115,8 @@ FAULTS = [
     Fault(
         "what other ranks have reached is not read",
         "core/reached.py",
-        "            if not told.is_meta:",
-        "            if False:",
+        "if told is not None and not told.is_meta:",
+        "if False:",
         "core/unreached",
     ),
     Fault(
@@ -136,8 +136,8 @@ FAULTS = [
     Fault(
         "a gradient that no slot was reached by stays zero",
         "core/account.py",
-        "                part.parameter.grad = None\n\n    def _typed",
-        "                pass\n\n    def _typed",
+        "                part.parameter.grad = None\n        self.unreached.forget()",
+        "                pass\n        self.unreached.forget()",
         "core/unreached",
     ),
     Fault(
@@ -207,8 +207,8 @@ FAULTS = [
     Fault(
         "full buffers of before a step are streamed",
         "huggingface/stream_weights.py",
-        "        stale = any(",
-        "        stale = not any(",
+        "walk.find(c for number, c in enumerate(stays) if not stale",
+        "walk.find(c for number, c in enumerate(stays) if stale",
         "huggingface/stream_weights",
     ),
     Fault(

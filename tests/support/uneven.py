@@ -274,11 +274,11 @@ def joined_threads(group: Any, model: nn.Module, step: Callable[[], None], by_al
         return True
 
     rounds.begin(notify, divide_by_all=by_all)
-    rounds.inside = lambda: rounds
+    rounds.enter(lambda: rounds)
     try:
         yield rounds
     finally:
-        rounds.inside = lambda: None
+        rounds.enter(lambda: None)
     while True:
         with_data = torch.zeros(1)
         group.all_reduce(with_data)

@@ -101,17 +101,21 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     flow = Flow(*stages, at_once=place is not None and place.at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
-    ones = torch.ones(trailer, dtype=chunk.compute_dtype, device=chunk.device)
+    ones = torch.empty(trailer, dtype=chunk.compute_dtype, device=chunk.device)
+    if trailer:
+        ones.fill_(1)
     buffer = GradientBuffer(layout, sums, chunk.device, ones)
     return Account(chunk, flow, buffer, added, among, saves=policy.transactional)
 
 
 def _trailer(chunk: Chunk, communicator: Communicator) -> int:
     """The elements behind each slice: one for each slot. On an accelerator slices begin where
-    vectorised kernels need it. A part of the values is computed with for all ranks, and counts as
-    reached.
+    vectorised kernels need it. Integers, and floats of fewer than 16 bits, get no gradients. A part
+    of the values is computed with for all ranks, and counts as reached.
     """
-    if communicator.world_size == 1 or chunk.in_part:
+    dtype = chunk.own_dtype
+    trainable = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+    if communicator.world_size == 1 or chunk.in_part or not trainable:
         return 0
     slots, on_host = (
         len(chunk.layout.slots),

@@ -39,6 +39,9 @@ class Subject:
         self.name = name
         self.log = log  # the model's
 
+    def rename(self, name: str) -> None:
+        self.name = name
+
 
 class NamingFailures:
     """Context in which the error of a failed collective tells the rank and the purpose. It is made

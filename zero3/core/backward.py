@@ -68,7 +68,7 @@ class Backward:
         self.resting = RestingLayers()
         self._ignoring: list[LayerState] = []  # the layers with parameters that are left alone
         # the layers whose gradients the present backward is for, if not all
-        self.only: frozenset[LayerState] | None = None
+        self._only: frozenset[LayerState] | None = None
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self._goes_on = False  # see `going_on`
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
@@ -282,14 +282,23 @@ class Backward:
         for step in trace.advance(call):
             self._take(step, trace)
 
+    @contextmanager
+    def for_some(self, states: Iterable[LayerState]) -> Iterator[None]:
+        """Context in which backwards are for the gradients of these layers alone."""
+        self._only = frozenset(states)
+        try:
+            yield
+        finally:
+            self._only = None
+
     def _is_for(self, state: LayerState) -> bool:
-        return self.only is None or state in self.only
+        return self._only is None or state in self._only
 
     def _touch(self, trace: LayerTrace) -> None:
-        signature = trace.signature()
+        signature = tuple(call.layer for call in trace.calls)
         reductions = tuple(
             _reduction_of(state)
-            if self.only is None or self._is_for(state)
+            if self._only is None or self._is_for(state)
             else "gradients left alone (inputs=)"
             for state in signature
         )
@@ -301,11 +310,11 @@ class Backward:
             first = signature[0]
             first.conductor.conduct(Agree(first, _BACKWARD, names, self._communicator))
         # `autograd.grad` may compute no parameter's gradient: then nothing is reduced
-        trace.reduces = accumulates_everywhere() or any(
+        reduces = accumulates_everywhere() or any(
             state.gradients.expected() for state in dict.fromkeys(reversed(signature))
         )
-        self._reduces = self._reduces or trace.reduces
-        trace.task = backward_task()
+        self._reduces = self._reduces or reduces
+        trace.reached_by(backward_task(), reduces=reduces)
         self._touched.append(trace)
 
     def _take(self, step: Step[LayerState], trace: LayerTrace) -> None:
@@ -319,7 +328,7 @@ class Backward:
         state.check_unwritten()
         state.calls_left = 0 if step.reduce else state.modules - 1
         self.release(state)  # first: the buffer of its gradients may take its full buffer's memory
-        if step.reduce and trace.reduces and (self.only is None or self._is_for(state)):
+        if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):
             self._back_up(state)
 
     def _finish(self, trace: LayerTrace) -> None:

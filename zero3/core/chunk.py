@@ -365,6 +365,14 @@ class Chunk:
         """Gives optimizers these parts. `left_out`: slots that none of them has, on any rank."""
         self.parts, self.left_out = parts, left_out
 
+    def count_as_divided(self, divided: bool) -> None:
+        """Whether any chunk of the model is cut into parts."""
+        self.divided = divided
+
+    def descend_from(self, older: Chunk) -> None:
+        """This one takes the place of `older`, and its name among parameters."""
+        self.trainable_when_wrapped = older.trainable_when_wrapped
+
     def renew(self) -> nn.Parameter:
         """Replaces the shard by a parameter with its values and version. Returns the old one."""
         old = self.shard

@@ -166,7 +166,7 @@ class LayerState:
         return self.subject.name.removeprefix("layer ")
 
     def rename(self, label: str) -> None:
-        self.subject.name = f"layer {label}"
+        self.subject.rename(f"layer {label}")
         spans = (
             profiler_label(f"zero3::{name} layer {label}")
             for name in ("fetch", "wait", "forward", "backup", "release")
@@ -333,6 +333,11 @@ class LayerState:
             self.keep()
         else:
             self.release(Lifetime.PASS)
+
+    def communicate_by(self, communicator: Communicator) -> None:
+        """From now on the layer, and its gradients (for a loss scaler's inf), use this one."""
+        self.communicator = communicator
+        self.gradients.among.ask(communicator)
 
     def conducted_by(self, conductor: Wraps) -> None:
         """From now on, by this one. It wraps the present one."""

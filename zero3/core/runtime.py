@@ -118,13 +118,6 @@ class Runtime:
             and not self._open_trace.walked
         )
 
-    def _is_at_own_pace(self, module: nn.Module) -> bool:
-        """Whether all layers that `module` calls are resident: then ranks may call it at different
-        points, or not at all.
-        """
-        some = any(state.resident for state in self.layers)
-        return some and all(state.resident for state in self._called_by(module) or self.layers)
-
     @property
     def in_forward(self) -> bool:
         return self._trace is not None
@@ -174,7 +167,10 @@ class Runtime:
         first = self.layers[0]
         first.conductor.conduct(Round(first, Activity.FORWARD, begins=True))
         try:
-            self._own_pace = self._is_at_own_pace(module)
+            # all layers that it calls: then ranks may call it at different points, or not at all
+            self._own_pace = any(state.resident for state in self.layers) and all(
+                state.resident for state in self._called_by(module) or self.layers
+            )
             if self._own_pace:
                 self._trace = self._new_trace()
             else:

@@ -322,8 +322,9 @@ class CallTrace(Generic[L]):
         """The layers that backward opens next, at most `depth` of them."""
         return [self.calls[i].layer for i in range(self._cursor, max(self._cursor - depth, -1), -1)]
 
-    def signature(self) -> tuple[L, ...]:
-        return tuple(call.layer for call in self.calls)
+    def reached_by(self, task: int, *, reduces: bool) -> None:
+        """A backward has come to this trace."""
+        self.task, self.reduces = task, reduces
 
     def _opened(self, call: Call[L]) -> Step[L]:
         call.phase = CallPhase.OPEN

@@ -108,6 +108,5 @@ def _reaching_only(states: Sequence[LayerState]) -> Iterator[None]:
     }
     with ExitStack() as left:
         for backward in backwards:
-            backward.only = frozenset(states)
-            left.callback(setattr, backward, "only", None)
+            left.enter_context(backward.for_some(states))
         yield

@@ -21,7 +21,7 @@ from ..comm.communicator import is_first
 from ..comm.factory import communicator_for, mesh_of_parts
 from ..core.layer_state import LayerState
 from ..guards.module_overrides import Override
-from ..layer import RootEntry, Zero3Layer, layers_of, run_sharded
+from ..layer import Zero3Layer, enter_root, layers_of, run_sharded
 from ..policy import ShardingPolicy
 from ..sequences.head import output_head
 from ..shard import PolicyOf, shard
@@ -121,7 +121,7 @@ def enclose_forward(model: nn.Module) -> None:
         return
     Override(base, "forward", _with_head)
     if isinstance(root, LayerState) and runtime is not None:
-        RootEntry(base, root, runtime)
+        enter_root(base, root, runtime)
 
 
 def _with_head(model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

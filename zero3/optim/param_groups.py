@@ -109,7 +109,7 @@ def _divided(
         for part in chunk.parts
     )
     for chunk in (chunk for state in states for chunk in state.chunks):
-        chunk.divided = divided
+        chunk.count_as_divided(divided)
     for made, group in zip(groups, answers.groups, strict=True):
         made["params"] = made["params"] or [placeholder(states[0], group.first, whole=group.whole)]
     return groups

@@ -192,7 +192,7 @@ def _exchange(family: Family, chunks: list[Chunk]) -> None:
             index for index, slot in enumerate(chunk.layout.slots) if slot.name in unloaded
         )
         if family.frozen is None:
-            chunk.trainable_when_wrapped = family.chunks[0].trainable_when_wrapped
+            chunk.descend_from(family.chunks[0])
         mark(chunk.shard, state)
         # so that older graphs, whose buffers are gone, raise
         torch.autograd.graph.increment_version(chunk.shard)

@@ -42,6 +42,7 @@ class Awaited:
 
 
 Event = Issued | Awaited
+Around = Callable[[], AbstractContextManager[object]]
 
 
 class AbsentRanks:
@@ -62,15 +63,23 @@ class AbsentRanks:
         self.takes_pieces = pieces and self.shards > 1
         self.tags_messages = pieces or world_size == 1
         self._replicas = replicas
-        self.on_event: Callable[[Event], object] = lambda event: None
-        # around what is made for a transfer alone
-        self.making: Callable[[], AbstractContextManager[object]] = nullcontext
-        # around what is made where chunks rest
-        self.resting: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._observer: Callable[[Event], object] = lambda event: None
+        self.making: Around = nullcontext
+        self._resting: Around = nullcontext
         self._moving = 0  # bytes of the transfer that was asked for last
         self._lands_at_once = not pieces
         self._lanes: Lanes | None = None
         self._count = 0
+
+    def count_as(self, *, making: Around, resting: Around) -> None:
+        """`making`: around what is made for a transfer alone. `resting`: where chunks rest."""
+        self.making, self._resting = making, resting
+
+    def observed_by(self, observer: Callable[[Event], object]) -> None:
+        self._observer = observer
+
+    def tell(self, event: Event) -> None:
+        self._observer(event)
 
     # -- layers' transfers
 
@@ -105,8 +114,8 @@ class AbsentRanks:
             return self._move(moved, sent)
         # rows of tokens, which the computation waits for
         self._count += 1
-        self.on_event(Issued(self._count, "fetch", moved))
-        self.on_event(Awaited(self._count))
+        self.tell(Issued(self._count, "fetch", moved))
+        self.tell(Awaited(self._count))
         return Done()
 
     def _move(self, nbytes: int, sent: Tensor) -> Pending:
@@ -127,7 +136,7 @@ class AbsentRanks:
     def issued(self, lane: Kind) -> int:
         """Writes down the transfer that was asked for last. Returns its number."""
         self._count += 1
-        self.on_event(Issued(self._count, lane, self._moving))
+        self.tell(Issued(self._count, lane, self._moving))
         self._moving = 0
         return self._count
 
@@ -135,7 +144,7 @@ class AbsentRanks:
         """As on the planned device."""
         where, on_gpu = rests_in(policy), self._lands_at_once
         away = where == "disk" or (where == "cpu" and on_gpu)
-        return OnPaper(self.resting, in_files=where == "disk", far=on_gpu) if away else None
+        return OnPaper(self._resting, in_files=where == "disk", far=on_gpu) if away else None
 
     def check_place(self, policy: ShardingPolicy, device: torch.device) -> None:
         return None  # the directory may be on another machine
@@ -186,7 +195,7 @@ class SharingRanks(AbsentRanks):
         super().__init__(world_size, pieces=pieces, rank=rank, replicas=replicas)
         group = AbsentRanks(parts, pieces=False, rank=rank % parts)
         group._count = _OF_OTHERS
-        group.on_event = lambda event: self.on_event(event)
+        group.observed_by(self.tell)
         self.sequence_group = group
 
 
@@ -259,7 +268,7 @@ class _PaperMark:
     def wait(self) -> None:
         if self._pending is None:
             return
-        self._ranks.on_event(Awaited(self._number))
+        self._ranks.tell(Awaited(self._number))
         self._pending.wait()
         if self._then is not None:
             self._then()

@@ -79,7 +79,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.most_elsewhere = 0  # bytes
         self._totals: Counter[str] = Counter()
         self.moments: list[Moment] = []
-        self.ran: Callable[..., None] = lambda *_: None
+        self._ran: Callable[..., None] = lambda *_: None
+
+    def observed_by(self, ran: Callable[..., None]) -> None:
+        """Each operation is told, with its arguments and its result."""
+        self._ran = ran
+
+    def begin_anew(self) -> None:
+        """Forgets the moments, not what is held."""
+        self.moments.clear()
+        self.most_elsewhere = 0
 
     def __torch_dispatch__(
         self,
@@ -98,7 +107,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.note(leaf)
-        self.ran(func, args, result)
+        self._ran(func, args, result)
         return result
 
     def begin(self, layer: str, phase: str) -> None:

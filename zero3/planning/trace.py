@@ -67,8 +67,9 @@ class Trace:
         kind = AbsentRanks if parts == 1 else partial(SharingRanks, parts=parts)
         self.ranks = kind(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
         self._parts = parts
-        self.ranks.making, self.ranks.resting = (
-            partial(self.ledger.because, cause) for cause in ("transfers", ELSEWHERE)
+        self.ranks.count_as(
+            making=partial(self.ledger.because, "transfers"),
+            resting=partial(self.ledger.because, ELSEWHERE),
         )
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = sum(
@@ -136,8 +137,7 @@ class Trace:
         with self._counting():
             if not self._peaks:  # the order of layers, and the optimizer's state, are learned first
                 self._step(batch, sequence, 1)
-            self.ledger.moments.clear()
-            self.ledger.most_elsewhere = 0
+            self.ledger.begin_anew()
             self.kernels.attention.clear()
             self.after_forward = 0
             self._step(batch, sequence, micro_batches)
@@ -169,13 +169,16 @@ class Trace:
             if (work := work_of(func, args, result)) is not None:
                 merged(found[-1], work.times(self._observer.times))
 
-        self.ledger.ran, self.ranks.on_event = ran, lambda event: found[-1].append(event)
+        self.ledger.observed_by(ran)
+        self.ranks.observed_by(lambda event: found[-1].append(event))
         self._begins = lambda: found.append([])
         try:
             with self._counting():
                 self._step(batch, sequence, number)
         finally:
-            self.ledger.ran = self.ranks.on_event = self._begins = _ignore
+            self._begins = _ignore
+            self.ledger.observed_by(_ignore)
+            self.ranks.observed_by(_ignore)
         return found
 
     def _step(self, batch: int, sequence: int, micro_batches: int) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..core.parameters import parameters_of, unwrapped
 from ..guards.marks import state_of
 from ..guards.module_overrides import Override
-from ..layer import RootEntry, layers_of
+from ..layer import enter_root, layers_of, root_entered
 from ..policy import gradient_dtype
 
 __all__: list[str] = []
@@ -62,16 +62,15 @@ def tile(module: M, length: int | None) -> M:
         raise ValueError(f"length must be 1 or more, found {length}")
     inner = unwrapped(module)
     _check_no_layers(module)
-    entry = vars(inner).get("forward")
-    if isinstance(entry, RootEntry):  # it stays the outermost
-        entry.undo()
+    if (entered := root_entered(inner)) is not None:  # it stays the outermost
+        vars(inner)["forward"].undo()
     found = vars(inner).get("forward")
     if isinstance(found, Override) and isinstance(found.around, _Tiled):
         found.undo()
     if length is not None:
         Override(inner, "forward", _Tiled(length))
-    if isinstance(entry, RootEntry):
-        entry.enter_again(inner)
+    if entered is not None:
+        enter_root(inner, *entered)
     return module
 
 
@@ -115,7 +114,9 @@ class _Tiled:
     def _one(
         module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, tile: Tensor
     ) -> Tensor:
-        made = forward(tile, *args, **kwargs)
+        # one whose batch has several rows comes back from `offload_activations` in order, where a
+        # linear map takes another way than forward did
+        made = forward(tile.contiguous(), *args, **kwargs)
         if not isinstance(made, Tensor) or made.shape[:-1] != tile.shape[:-1]:
             found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
             raise ValueError(

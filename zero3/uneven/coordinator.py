@@ -95,7 +95,7 @@ class JoinCoordinator:
         # whether an exception of this rank has ended the context, and nothing was called since
         self._over = False
         # tells whether this rank is still inside the context
-        self.inside: Callable[[], object] = lambda: None
+        self._inside: Callable[[], object] = lambda: None
         self._scope: Activity | None = None  # the forward or backward that this rank runs
         self._round: Activity | None = None  # the round that this rank has met the others for
         # whether this round's collectives are announced, because some ranks only follow
@@ -122,7 +122,11 @@ class JoinCoordinator:
         self._changes.forget()
         for state in self._states:
             joined = self._join(state)
-            self._use(state, ConductedCommunicator(unconducted(state.communicator), joined))
+            state.communicate_by(ConductedCommunicator(unconducted(state.communicator), joined))
+
+    def enter(self, inside: Callable[[], object]) -> None:
+        """`inside` tells whether this rank is still inside the context: not None."""
+        self._inside = inside
 
     def end(self) -> None:
         """Leaves the context: the model is again as it was before `begin`."""
@@ -134,18 +138,13 @@ class JoinCoordinator:
         for state in self._states:
             if state in joined:
                 state.no_longer_by(joined[state])
-            self._use(state, unconducted(state.communicator))
+            state.communicate_by(unconducted(state.communicator))
             _average_over(state, self._control.world_size)
 
     def _join(self, state: LayerState) -> _ByCoordinator:
         self._joined[state] = joined = _ByCoordinator(self, state.conductor)
         state.conducted_by(joined)
         return joined
-
-    def _use(self, state: LayerState, communicator: Communicator) -> None:
-        """Gives the layer and its gradients (for a loss scaler's inf) another communicator."""
-        state.communicator = communicator
-        state.gradients.among.ask(communicator)
 
     # -- on a rank with data
 
@@ -212,7 +211,7 @@ class JoinCoordinator:
         if self._over:
             self._over = False
             self.end()
-            if self.inside() is not None:
+            if self._inside() is not None:
                 raise self._refusal(_CAUGHT)
 
     def step(self) -> Any:

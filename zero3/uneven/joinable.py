@@ -145,7 +145,7 @@ class JoinableModel(Joinable):
         if self._communicator.world_size > 1:
             self._rounds.begin(self._has_data, divide_by_all=divide_by_all)
         shadow = Shadow(self._rounds.follow, self._rounds.end)
-        self._rounds.inside = weakref.ref(shadow)  # torch's context alone holds it
+        self._rounds.enter(weakref.ref(shadow))  # torch's context alone holds it
         return shadow
 
     @property
