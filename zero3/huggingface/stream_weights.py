@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -202,24 +202,36 @@ def _buckets(outputs: Sequence[Output], max_bytes: int | None) -> list[list[Outp
     return buckets
 
 
+class _Bucket(NamedTuple):
+    """Tensors that are yielded together."""
+
+    outputs: list[Output]
+    in_place: set[str]  # these need no copy, and so does a single tensor if it can
+
+    @property
+    def copied(self) -> list[Output]:
+        return [output for output in self.outputs if output.name not in self.in_place]
+
+
 class _YieldedMemory:
     """What is yielded lies in it, and is overwritten by what is yielded next: so it is no more than
     the largest of them, also if the caller still holds the last one.
     """
 
-    def __init__(self, buckets: Sequence[Sequence[Output]], device: torch.device) -> None:
-        self._nbytes = max((sum(map(_aligned, bucket)) for bucket in buckets), default=0)
-        self._device = device
+    def __init__(self, buckets: Iterable[_Bucket], device: torch.device) -> None:
+        self._nbytes = max((sum(map(_aligned, each.copied)) for each in buckets), default=0)
+        self._device, self._used = device, 0
         self._flat: Tensor | None = None
 
-    def parts(self, bucket: Sequence[Output]) -> Iterator[Tensor]:
-        """A tensor for each, flat."""
+    def clear(self) -> None:
+        self._used = 0
+
+    def part(self, output: Output) -> Tensor:
+        """Flat."""
         if self._flat is None:
             self._flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        start = 0
-        for output in bucket:
-            yield self._flat[start : start + output.nbytes].view(output.dtype)
-            start += _aligned(output)
+        start, self._used = self._used, self._used + _aligned(output)
+        return self._flat[start : start + output.nbytes].view(output.dtype)
 
 
 def _aligned(output: Output) -> int:
@@ -242,7 +254,7 @@ class _Stream(Generator[Any, None, None]):
     ) -> None:
         self.outputs = walk.outputs
         self._tensors = walk.tensors(ahead=min(1, states[0].policy.prefetch_depth))
-        buckets = _buckets(walk.outputs, max_bytes)
+        buckets = [_Bucket(b, walk.in_place(b)) for b in _buckets(walk.outputs, max_bytes)]
         self._left, self._single = iter(buckets), max_bytes is None
         self._memory: _YieldedMemory | None = _YieldedMemory(buckets, device)
         self._ended_by = ""
@@ -269,16 +281,16 @@ class _Stream(Generator[Any, None, None]):
         self.close()
         raise StopIteration
 
-    def _filled(self, bucket: Sequence[Output], memory: _YieldedMemory) -> list[Named]:
-        found = []
+    def _filled(self, bucket: _Bucket, memory: _YieldedMemory) -> list[Named]:
+        found, is_alone = [], len(bucket.outputs) == 1
+        memory.clear()
         # the caller may be inside of inference_mode now, and outside when they are overwritten
         with torch.inference_mode(False), torch.no_grad():
-            parts = memory.parts(bucket)
-            for output, fill, as_read in islice(self._tensors, len(bucket)):
-                # what lies in a bucket is kept while the walk goes on
-                tensor = as_read() if self._single else None
+            for output, fill, as_read in islice(self._tensors, len(bucket.outputs)):
+                # of a bucket, what lies with earlier layers is overwritten while the walk goes on
+                tensor = as_read() if is_alone or output.name in bucket.in_place else None
                 if tensor is None:
-                    tensor = next(parts)
+                    tensor = memory.part(output)
                     fill(tensor, 0)
                 found.append((output.name, tensor.view(output.shape)))
         return found

@@ -60,14 +60,15 @@ class _ReadTogether(NamedTuple):
 class _Reading:
     """A chunk in memory of the reader's, `memory`, or in a full buffer that is there already."""
 
-    def __init__(self, state: LayerState, chunk: Chunk, memory: Tensor | None) -> None:
+    def __init__(
+        self, state: LayerState, chunk: Chunk, memory: Tensor | None, dtype: torch.dtype
+    ) -> None:
         self._state, self._chunk, self.memory = state, chunk, memory
         self._ticket: Ticket | None = None
         if memory is None:
             self.full = chunk.full.tensor
         else:
-            numel = chunk.layout.padded_numel
-            self.full = memory[: numel * chunk.shard.dtype.itemsize].view(chunk.shard.dtype)
+            self.full = memory[: chunk.layout.padded_numel * dtype.itemsize].view(dtype)
             self._ticket = state.read(chunk, self.full)
 
     def wait(self) -> None:
@@ -76,11 +77,6 @@ class _Reading:
             self._ticket = None
             self._chunk.store.rest(self._chunk.shard.data)
             self._state.settle()
-
-
-def _nbytes(chunk: Chunk) -> int:
-    """So many that a tensor of any dtype may begin behind it."""
-    return -(-chunk.layout.padded_numel * chunk.shard.dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
 class WeightWalk:
@@ -116,7 +112,10 @@ class WeightWalk:
             groups.setdefault((*numbers, -1, *alone), []).append(output)
         self._groups = [_ReadTogether(group, self._chunks_of(group)) for group in groups.values()]
         self.outputs = [output for group in self._groups for output in group.outputs]
+        self._numbers = {o.name: n for n, group in enumerate(self._groups) for o in group.outputs}
+        self._used = Counter(name for output in self.outputs for name in output.index_map.sources)
         self._uses = Counter(chunk for group in self._groups for chunk in group.chunks)
+        self._dtypes = self._read_in()
         self._found: frozenset[Chunk] = frozenset()
         self._readings: dict[Chunk, _Reading] = {}
         self._memory: dict[int, Tensor] = {}  # of readings, one after another, by their turn
@@ -147,17 +146,38 @@ class WeightWalk:
     def _merging_into(self, parameters: set[int]) -> list[Any]:
         return [m for m in self._adapted if any(id(p) in parameters for p in _targets(m))]
 
+    def _read_in(self) -> dict[Chunk, torch.dtype]:
+        """The dtype of each chunk's tensors in the end, if it is one and no longer: fewer bytes
+        travel, and nobody casts. What peft computes with is read as it is stored.
+        """
+        computes = {id(p) for module in self._adapted for p in _all_parameters(module)}
+        found: dict[Chunk, set[torch.dtype]] = {chunk: set() for chunk in self._uses}
+        for output in self.outputs:
+            for sharded in self._sources([output]):
+                exact = isinstance(output.index_map, Computed)
+                exact |= id(sharded.sites.parameter) in computes or sharded.chunk.read_only
+                found[sharded.chunk].add(sharded.chunk.shard.dtype if exact else output.dtype)
+        for chunk, dtypes in found.items():
+            if len(dtypes) > 1 or any(d.itemsize > chunk.shard.dtype.itemsize for d in dtypes):
+                found[chunk] = {chunk.shard.dtype}
+        return {chunk: next(iter(dtypes), chunk.shard.dtype) for chunk, dtypes in found.items()}
+
+    def _nbytes(self, chunk: Chunk) -> int:
+        """So many that a tensor of any dtype may begin behind it."""
+        nbytes = chunk.layout.padded_numel * self._dtypes[chunk].itemsize
+        return -(-nbytes // _ALIGNED) * _ALIGNED
+
     # -- the walk
 
     def stays(self) -> list[Chunk]:
-        """Chunks whose full buffers stay from step to step, in the dtype of what is stored: they
-        need no gather, unless a rank has changed its chunk, or has no full buffer now.
+        """Chunks whose full buffers stay from step to step, in the dtype in which they are read:
+        they need no gather, unless a rank has changed its chunk, or has no full buffer now.
         """
         return [
             chunk
             for chunk in self._uses
             if self._states[chunk].stays(chunk)
-            and chunk.full.tensor.dtype == chunk.shard.dtype
+            and chunk.full.tensor.dtype == self._dtypes[chunk]
             and not (chunk.resident or chunk.wire.rounds(chunk))
         ]
 
@@ -167,7 +187,6 @@ class WeightWalk:
 
     def tensors(self, ahead: int = 0) -> Iterator[Walked]:
         """Yields each tensor. `ahead`: how many layers are gathered beside the present one."""
-        uses = Counter(name for output in self.outputs for name in output.index_map.sources)
         last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
         for number, group in enumerate(self._groups):
             self._start(number, 1 + ahead)
@@ -178,9 +197,7 @@ class WeightWalk:
                     self._start(following, 1 + ahead)
             self._others = self._received(group.outputs)
             for output in group.outputs:
-                used_once = all(uses[name] == 1 for name in output.index_map.sources)
-                as_read = partial(self._as_read, output, used_once)
-                yield Walked(output, partial(self._fill, output), as_read)
+                yield Walked(output, partial(self._fill, output), partial(self._as_read, output))
             self._values.clear()
             self._others.clear()
             for chunk in group.chunks:
@@ -196,11 +213,13 @@ class WeightWalk:
                 continue
             memory = None
             if chunk not in self._found and self._uses[chunk] > 1:
-                memory = torch.empty(_nbytes(chunk), dtype=torch.uint8, device=chunk.device)
+                memory = torch.empty(self._nbytes(chunk), dtype=torch.uint8, device=chunk.device)
             elif chunk not in self._found:
-                memory = self._memory_of(number, turns)[start : start + _nbytes(chunk)]
-                start += _nbytes(chunk)
-            self._readings[chunk] = _Reading(self._states[chunk], chunk, memory)
+                memory = self._memory_of(number, turns)[start : start + self._nbytes(chunk)]
+                start += self._nbytes(chunk)
+            self._readings[chunk] = _Reading(
+                self._states[chunk], chunk, memory, self._dtypes[chunk]
+            )
 
     def _memory_of(self, number: int, turns: int) -> Tensor:
         """For the chunks that are read for a group alone. It is made once, and large enough for
@@ -210,7 +229,11 @@ class WeightWalk:
         turn = self._turn(number, turns)
         if turn not in self._memory:
             sizes = [
-                sum(_nbytes(c) for c in group.chunks if self._uses[c] == 1 and c not in self._found)
+                sum(
+                    self._nbytes(c)
+                    for c in group.chunks
+                    if self._uses[c] == 1 and c not in self._found
+                )
                 for other, group in enumerate(self._groups)
                 if self._turn(other, turns) == turn
             ]
@@ -236,16 +259,36 @@ class WeightWalk:
 
     # -- one tensor
 
-    @torch.no_grad()
-    def _as_read(self, output: Output, used_once: bool) -> Tensor | None:
+    def in_place(self, outputs: Sequence[Output]) -> set[str]:
+        """Of tensors that follow each other, the names of those that stay where they were read
+        until the walk goes on from the last one.
+        """
+        here = self._numbers[outputs[-1].name]
+        return {
+            output.name
+            for output in outputs
+            if self._numbers[output.name] == here and self._is_as_read(output, dequantised=False)
+        }
+
+    def _is_as_read(self, output: Output, *, dequantised: bool) -> bool:
+        """Whether its elements lie side by side, in its dtype, in memory that is not the model's.
+        `dequantised`: also in memory that is made for them.
+        """
         known, name = self._contents, output.index_map.sources[0]
-        if not (used_once and isinstance(output.index_map, Whole)):
+        if not isinstance(output.index_map, Whole) or self._used[name] > 1:
+            return False
+        if name in known.others:
+            return known.dtype(name) == output.dtype
+        chunk = known.parameters[name].chunk
+        if chunk.read_only:
+            return dequantised and known.dtype(name) == output.dtype
+        return chunk not in self._found and self._dtypes[chunk] == output.dtype
+
+    @torch.no_grad()
+    def _as_read(self, output: Output) -> Tensor | None:
+        if not self._is_as_read(output, dequantised=True):
             return None
-        sharded = known.parameters.get(name)
-        is_own = sharded is None or sharded.chunk not in self._found or sharded.chunk.read_only
-        return (
-            self._values_of(output)[name] if is_own and known.dtype(name) == output.dtype else None
-        )
+        return self._values_of(output)[output.index_map.sources[0]]
 
     @torch.no_grad()
     def _fill(self, output: Output, out: Tensor, start: int = 0) -> None:
