@@ -97,12 +97,12 @@ def stream_weights(
         ValueError: Nothing in `model` is sharded, `max_bytes` is less than 1, or ranks differ. A
             model with adapters needs `merge_adapters` or `adapters_only`, and one without has
             neither; both together, several active adapters with `adapters_only`, and kinds of
-            adapters that have no merge, are refused too. All ranks raise it, at the call.
+            adapters that have no merge, are refused too, and so is what peft refuses to merge (a
+            RuntimeError, if it is one of peft's). All ranks raise it, at the call.
         TypeError: `dtype` is no dtype, or `max_bytes` no integer. Likewise.
         RuntimeError: It is called inside a forward or a backward, or in `full_params`, `resident`
             or `parked`; parameters have no values; or a tensor is asked for after the model was
-            used. Or a transfer failed. What peft itself refuses while it merges is its own error,
-            on the ranks that ask for the tensor.
+            used. Or a transfer failed.
         OSError: With `offload=DIR` a rank's disk has lost what a step has changed.
 
     Example::

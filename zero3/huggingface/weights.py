@@ -17,6 +17,7 @@ from ..checkpoint.contents import Contents
 from ..checkpoint.meta_buffers import twin
 from ..comm.mesh import shards_of
 from ..conductors.conducted import unconducted
+from ..core.autograd import as_plain_tensors
 from ..core.chunk import Chunk
 from ..core.flat import view
 from ..core.layer_state import LayerState
@@ -24,7 +25,7 @@ from ..core.parameters import ShardedParameter, named, parameters_of, plain_modu
 from ..core.sites import ParameterSites
 from ..core.ticket import Ticket
 from .index_maps import Computed, Whole
-from .outputs import Output, state_of_adapter
+from .outputs import Output, is_adapted, state_of_adapter
 
 __all__: list[str] = []
 
@@ -116,6 +117,7 @@ class WeightWalk:
         self._used = Counter(name for output in self.outputs for name in output.index_map.sources)
         self._uses = Counter(chunk for group in self._groups for chunk in group.chunks)
         self._dtypes = self._read_in()
+        self._try_merging()
         self._found: frozenset[Chunk] = frozenset()
         self._readings: dict[Chunk, _Reading] = {}
         self._memory: dict[int, Tensor] = {}  # of readings, one after another, by their turn
@@ -161,6 +163,18 @@ class WeightWalk:
             if len(dtypes) > 1 or any(d.itemsize > chunk.shard.dtype.itemsize for d in dtypes):
                 found[chunk] = {chunk.shard.dtype}
         return {chunk: next(iter(dtypes), chunk.shard.dtype) for chunk, dtypes in found.items()}
+
+    def _try_merging(self) -> None:
+        """Each kind of module is merged once, with numbers of no meaning. So what peft refuses is
+        known to all ranks before the first gather.
+        """
+        used = {id(s.sites.parameter) for s in self._sources(self.outputs)}
+        kinds = {_kind_of(module): module for module in self._merging_into(used)}
+        for module in kinds.values():
+            ids = self._sharded.keys() & map(id, _all_parameters(module))
+            found = [self._sharded[each] for each in ids]
+            with torch.no_grad(), shown((s.sites, _any_numbers(s)) for s in found):
+                _merged(module)
 
     def _nbytes(self, chunk: Chunk) -> int:
         """So many that a tensor of any dtype may begin behind it."""
@@ -345,9 +359,7 @@ class WeightWalk:
             if not self._sharded[each].chunk.read_only:
                 values[each] = values[each].clone()
         with shown((self._sharded[each].sites, value) for each, value in values.items()):
-            for module in modules:
-                _merge(module)
-            after = {each: self._sharded[each].sites.data() for each in targets}
+            after = {each: v for module in modules for each, v in _merged(module).items()}
         for each in in_place:
             if after[each].data_ptr() != values[each].data_ptr():
                 values[each].copy_(after[each])
@@ -386,13 +398,15 @@ def shown(values: Iterable[tuple[ParameterSites, Tensor]]) -> Iterator[None]:
 
 
 def _that_merge(modules: Iterable[Any]) -> list[Any]:
-    found = [m for m in modules if hasattr(m, "get_base_layer") and hasattr(m, "merged_adapters")]
+    found = [module for module in modules if is_adapted(module)]
     for module in found:
         merge = getattr(type(module), "merge", None)
         if getattr(merge, "__qualname__", "BaseTunerLayer.merge") == "BaseTunerLayer.merge":
             raise ValueError(
                 f"the adapters of a {type(module).__name__} can't be merged: it has no merge"
             )
+    inside = {id(inner) for m in found for inner in plain_modules(m.get_base_layer())}
+    found = [module for module in found if id(module) not in inside]  # the outer one merges both
     if any(module.merged_adapters for module in found):
         raise ValueError(
             "adapters are merged into the model already (merge_adapter): take that back first "
@@ -401,21 +415,66 @@ def _that_merge(modules: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _merge(module: Any) -> None:
-    """peft merges, and has nothing to note of it afterwards, nor after an error."""
-    caches = vars(module).get("_caches", {})  # of weights' norms
-    before = dict(caches)
+def _merged(module: Any) -> dict[int, Tensor]:
+    """What peft makes of the base's parameters, by their ids. Modules are as before afterwards,
+    also after an error: peft notes what it has merged, keeps weights, and may swap modules.
+    """
+    ids = {place: id(parameter) for place, parameter in _base_of(module).items()}
+    before = [(vars(inner), _with_contents(vars(inner))) for inner in plain_modules(module)]
     try:
         type(module).merge(module)
+        with as_plain_tensors():
+            return {ids[place]: p.data for place, p in _base_of(module).items() if place in ids}
     finally:
-        module.merged_adapters.clear()
-        caches.clear()
-        caches.update(before)
+        for attributes, kept in before:
+            attributes.clear()
+            for key, (value, contents) in kept.items():
+                attributes[key] = value
+                if contents is not None:
+                    value.clear()
+                    value.extend(contents) if isinstance(value, list) else value.update(contents)
 
 
-def _targets(module: Any) -> list[nn.Parameter]:
-    """The parameters that the module's adapters are merged into."""
-    return [p for _, p in parameters_of(module.get_base_layer()) if p is not None]
+def _with_contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {
+        key: (value, value.copy() if isinstance(value, (dict, list, set)) else None)
+        for key, value in attributes.items()
+    }
+
+
+def _kind_of(module: Any) -> str:
+    """A text that is the same if peft merges in the same way: by class, shapes and options."""
+    classes = type(module), type(module.get_base_layer())
+    shapes = [tuple(parameter.shape) for parameter in _all_parameters(module)]
+    options = {k: _plain(value) for k, value in vars(module).items() if not k.startswith("_")}
+    return f"{classes} {shapes} {options} {module.active_adapters}"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value if isinstance(value, str | int | float) else type(value)
+
+
+def _any_numbers(sharded: ShardedParameter) -> Tensor:
+    """In the parameter's shape, and the dtype in which it is merged."""
+    shape, chunk = sharded.stand_in.shape, sharded.chunk
+    dtype = sharded.stand_in.dtype if chunk.read_only else chunk.shard.dtype
+    return torch.linspace(0.1, 1, shape.numel(), dtype=dtype, device=chunk.device).view(shape)
+
+
+def _base_of(module: Any) -> dict[tuple[int, str], nn.Parameter]:
+    """The parameters that the module's adapters are merged into, by their places."""
+    return {
+        (number, name): parameter
+        for number, inner in enumerate(plain_modules(module.get_base_layer()))
+        for name, parameter in parameters_of(inner)
+        if parameter is not None
+    }
+
+
+def _targets(module: Any) -> Iterable[nn.Parameter]:
+    return _base_of(module).values()
 
 
 def _all_parameters(module: nn.Module) -> list[nn.Parameter]:
