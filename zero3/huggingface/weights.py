@@ -5,8 +5,7 @@ or two layers' at a time. Nothing of the model changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,12 +16,10 @@ from ..checkpoint.contents import Contents
 from ..checkpoint.meta_buffers import twin
 from ..comm.mesh import shards_of
 from ..conductors.conducted import unconducted
-from ..core.autograd import as_plain_tensors
 from ..core.chunk import Chunk
 from ..core.flat import view
 from ..core.layer_state import LayerState
-from ..core.parameters import ShardedParameter, named, parameters_of, plain_modules
-from ..core.sites import ParameterSites
+from ..core.parameters import ShardedParameter, named, parameters_of, plain_modules, unwrapped
 from ..core.ticket import Ticket
 from .index_maps import Computed, Whole
 from .outputs import Output, is_adapted, state_of_adapter
@@ -172,9 +169,7 @@ class WeightWalk:
         kinds = {_kind_of(module): module for module in self._merging_into(used)}
         for module in kinds.values():
             ids = self._sharded.keys() & map(id, _all_parameters(module))
-            found = [self._sharded[each] for each in ids]
-            with torch.no_grad(), shown((s.sites, _any_numbers(s)) for s in found):
-                _merged(module)
+            _merged(module, {each: _any_numbers(self._sharded[each]) for each in ids})
 
     def _nbytes(self, chunk: Chunk) -> int:
         """So many that a tensor of any dtype may begin behind it."""
@@ -358,13 +353,14 @@ class WeightWalk:
         for each in targets - in_place:
             if not self._sharded[each].chunk.read_only:
                 values[each] = values[each].clone()
-        with shown((self._sharded[each].sites, value) for each, value in values.items()):
-            after = {each: v for module in modules for each, v in _merged(module).items()}
+        before = dict(values)
+        for module in modules:
+            values |= _merged(module, values)
         for each in in_place:
-            if after[each].data_ptr() != values[each].data_ptr():
-                values[each].copy_(after[each])
+            if values[each].data_ptr() != before[each].data_ptr():
+                before[each].copy_(values[each])
         self._merged |= in_place
-        self._values |= {each: after[each] for each in targets - self._merged}
+        self._values |= {each: values[each] for each in targets - self._merged}
 
     def _is_writable(self, parameter: int) -> bool:
         chunk = self._sharded[parameter].chunk
@@ -373,28 +369,28 @@ class WeightWalk:
     def _computed(self, output: Output) -> Tensor:
         """By peft, on a copy of the modules: those of the model would fetch their layers."""
         model, adapter = self._encoder
-        copies: dict[nn.Module, nn.Module] = {}
-        copy = twin(model, copies)
-        for module in plain_modules(model.prompt_encoder[adapter]):
-            for name, parameter in parameters_of(module):
-                if parameter is not None:
-                    value = self._value(id(parameter))
-                    copies[module]._parameters[name] = nn.Parameter(value, requires_grad=False)
+        copy = _copy_with(model, model.prompt_encoder[adapter], lambda p: self._value(id(p)))
         return state_of_adapter(copy, adapter, {})[output.name].flatten()
 
 
-@contextmanager
-def shown(values: Iterable[tuple[ParameterSites, Tensor]]) -> Iterator[None]:
-    """Context in which released parameters are ordinary ones, with these values."""
-    before: list[tuple[ParameterSites, Tensor]] = []
-    try:
-        for sites, value in values:
-            before.append((sites, sites.data()))
-            sites.show(value)
-        yield
-    finally:
-        for sites, data in before:
-            sites.hide(data)
+def _copy_with(
+    model: nn.Module, inside: nn.Module, value_of: Callable[[nn.Parameter], Tensor]
+) -> Any:
+    """A copy of the model's modules, which peft may write into: it notes what it has merged, keeps
+    weights, and swaps modules. Those inside of `inside` have values.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    root = twin(model, copies)
+    for module in plain_modules(inside):
+        attributes = vars(copy := copies[module])
+        attributes |= {
+            k: v.copy() for k, v in attributes.items() if isinstance(v, (dict, list, set))
+        }
+        copy._buffers.update(module._buffers)
+        for name, parameter in parameters_of(module):
+            if parameter is not None:
+                copy._parameters[name] = nn.Parameter(value_of(parameter), requires_grad=False)
+    return root
 
 
 def _that_merge(modules: Iterable[Any]) -> list[Any]:
@@ -415,45 +411,19 @@ def _that_merge(modules: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _merged(module: Any) -> dict[int, Tensor]:
-    """What peft makes of the base's parameters, by their ids. Modules are as before afterwards,
-    also after an error: peft notes what it has merged, keeps weights, and may swap modules.
-    """
+@torch.no_grad()
+def _merged(module: Any, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """What peft makes of the base's parameters. Values are by the parameters' ids."""
     ids = {place: id(parameter) for place, parameter in _base_of(module).items()}
-    before = [(vars(inner), _with_contents(vars(inner))) for inner in plain_modules(module)]
-    try:
-        type(module).merge(module)
-        with as_plain_tensors():
-            return {ids[place]: p.data for place, p in _base_of(module).items() if place in ids}
-    finally:
-        for attributes, kept in before:
-            attributes.clear()
-            for key, (value, contents) in kept.items():
-                attributes[key] = value
-                if contents is not None:
-                    value.clear()
-                    value.extend(contents) if isinstance(value, list) else value.update(contents)
-
-
-def _with_contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {
-        key: (value, value.copy() if isinstance(value, (dict, list, set)) else None)
-        for key, value in attributes.items()
-    }
+    copy = _copy_with(module, module, lambda p: values.get(id(p), p))
+    copy.merge()
+    return {ids[place]: p.data for place, p in _base_of(copy).items() if place in ids}
 
 
 def _kind_of(module: Any) -> str:
-    """A text that is the same if peft merges in the same way: by class, shapes and options."""
-    classes = type(module), type(module.get_base_layer())
-    shapes = [tuple(parameter.shape) for parameter in _all_parameters(module)]
-    options = {k: _plain(value) for k, value in vars(module).items() if not k.startswith("_")}
-    return f"{classes} {shapes} {options} {module.active_adapters}"
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return value if isinstance(value, str | int | float) else type(value)
+    """A text that is the same if peft merges in the same way: options show in shapes."""
+    classes = type(module), type(unwrapped(module.get_base_layer()))
+    return f"{classes} {[tuple(p.shape) for p in _all_parameters(module)]} {module.active_adapters}"
 
 
 def _any_numbers(sharded: ShardedParameter) -> Tensor:
