@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -202,24 +202,13 @@ def _buckets(outputs: Sequence[Output], max_bytes: int | None) -> list[list[Outp
     return buckets
 
 
-class _Bucket(NamedTuple):
-    """Tensors that are yielded together."""
-
-    outputs: list[Output]
-    in_place: set[str]  # these need no copy, and so does a single tensor if it can
-
-    @property
-    def copied(self) -> list[Output]:
-        return [output for output in self.outputs if output.name not in self.in_place]
-
-
 class _YieldedMemory:
     """What is yielded lies in it, and is overwritten by what is yielded next: so it is no more than
     the largest of them, also if the caller still holds the last one.
     """
 
-    def __init__(self, buckets: Iterable[_Bucket], device: torch.device) -> None:
-        self._nbytes = max((sum(map(_aligned, each.copied)) for each in buckets), default=0)
+    def __init__(self, buckets: Iterable[Iterable[Output]], device: torch.device) -> None:
+        self._nbytes = max((sum(map(_aligned, bucket)) for bucket in buckets), default=0)
         self._device, self._used = device, 0
         self._flat: Tensor | None = None
 
@@ -254,9 +243,12 @@ class _Stream(Generator[Any, None, None]):
     ) -> None:
         self.outputs = walk.outputs
         self._tensors = walk.tensors(ahead=min(1, states[0].policy.prefetch_depth))
-        buckets = [_Bucket(b, walk.in_place(b)) for b in _buckets(walk.outputs, max_bytes)]
+        buckets = _buckets(walk.outputs, max_bytes)
         self._left, self._single = iter(buckets), max_bytes is None
-        self._memory: _YieldedMemory | None = _YieldedMemory(buckets, device)
+        # what lies with earlier layers is overwritten while a bucket is filled
+        self._in_place = walk.in_place(buckets)
+        copied = [[o for o in bucket if o.name not in self._in_place] for bucket in buckets]
+        self._memory: _YieldedMemory | None = _YieldedMemory(copied, device)
         self._ended_by = ""
         self._is_over = False
         # the layers hold no stream: one that is dropped ends at once
@@ -281,15 +273,14 @@ class _Stream(Generator[Any, None, None]):
         self.close()
         raise StopIteration
 
-    def _filled(self, bucket: _Bucket, memory: _YieldedMemory) -> list[Named]:
-        found, is_alone = [], len(bucket.outputs) == 1
+    def _filled(self, bucket: Sequence[Output], memory: _YieldedMemory) -> list[Named]:
+        found: list[Named] = []
         memory.clear()
         # the caller may be inside of inference_mode now, and outside when they are overwritten
         with torch.inference_mode(False), torch.no_grad():
-            for output, fill, as_read in islice(self._tensors, len(bucket.outputs)):
-                # of a bucket, what lies with earlier layers is overwritten while the walk goes on
-                tensor = as_read() if is_alone or output.name in bucket.in_place else None
-                if tensor is None:
+            for output, fill, as_read in islice(self._tensors, len(bucket)):
+                needs_none = len(bucket) == 1 or output.name in self._in_place
+                if (tensor := as_read() if needs_none else None) is None:
                     tensor = memory.part(output)
                     fill(tensor, 0)
                 found.append((output.name, tensor.view(output.shape)))

@@ -56,18 +56,43 @@ class _ReadTogether(NamedTuple):
 
 
 class _Reading:
-    """A chunk in memory of the reader's, `memory`, or in a full buffer that is there already."""
+    """How a chunk is read and, from `start` to `end`, where."""
 
-    def __init__(
-        self, state: LayerState, chunk: Chunk, memory: Tensor | None, dtype: torch.dtype
-    ) -> None:
-        self._state, self._chunk, self.memory = state, chunk, memory
+    full: Tensor
+
+    def __init__(self, state: LayerState, chunk: Chunk, dtype: torch.dtype, *, alone: bool) -> None:
+        """`alone`: for one group of tensors."""
+        self._state, self._chunk, self.alone = state, chunk, alone
+        self._dtype = dtype
+        self.found = False  # in the chunk's full buffer, which is there already
+        self.begun = False
         self._ticket: Ticket | None = None
-        if memory is None:
-            self.full = chunk.full.tensor
+
+    @property
+    def nbytes(self) -> int:
+        """So many that a tensor of any dtype may begin behind it."""
+        nbytes = self._chunk.layout.padded_numel * self._dtype.itemsize
+        return 0 if self.found else -(-nbytes // _ALIGNED) * _ALIGNED
+
+    @property
+    def may_be_found(self) -> bool:
+        """Whether the full buffer stays from step to step, as what is read here."""
+        chunk, full = self._chunk, self._chunk.full.tensor
+        its = self._state.stays(chunk) and not (chunk.resident or chunk.wire.rounds(chunk))
+        return its and full.dtype == self._dtype
+
+    def gives(self, dtype: torch.dtype) -> bool:
+        """Whether it is read in that dtype, into memory that is not the model's."""
+        return not self.found and not self._chunk.read_only and self._dtype == dtype
+
+    def start(self, memory: Tensor) -> None:
+        self.begun = True
+        if self.found:
+            self.full = self._chunk.full.tensor
         else:
-            self.full = memory[: chunk.layout.padded_numel * dtype.itemsize].view(dtype)
-            self._ticket = state.read(chunk, self.full)
+            numel = self._chunk.layout.padded_numel
+            self.full = memory[: numel * self._dtype.itemsize].view(self._dtype)
+            self._ticket = self._state.read(self._chunk, self.full)
 
     def wait(self) -> None:
         if self._ticket is not None:
@@ -75,6 +100,10 @@ class _Reading:
             self._ticket = None
             self._chunk.store.rest(self._chunk.shard.data)
             self._state.settle()
+
+    def end(self) -> None:
+        self.begun = False
+        del self.full
 
 
 class WeightWalk:
@@ -101,22 +130,22 @@ class WeightWalk:
         self._contents, self._read, self._encoder = contents, read, encoder
         self._adapted = _that_merge(adapted)
         self._sharded = {id(s.sites.parameter): s for o in contents.states for s in o.parameters}
-        self._states = {chunk: state for state in contents.states for chunk in state.chunks}
+        states = {chunk: state for state in contents.states for chunk in state.chunks}
         groups: dict[tuple[int, ...], list[Output]] = {}
         for output in outputs:
             chunks = {s.chunk for s in self._sources([output])}
-            numbers = sorted({contents.states.index(self._states[chunk]) for chunk in chunks})
+            numbers = sorted({contents.states.index(states[chunk]) for chunk in chunks})
             alone = sorted(id(chunk) for chunk in chunks if chunk.in_part)
             groups.setdefault((*numbers, -1, *alone), []).append(output)
         self._groups = [_ReadTogether(group, self._chunks_of(group)) for group in groups.values()]
         self.outputs = [output for group in self._groups for output in group.outputs]
-        self._numbers = {o.name: n for n, group in enumerate(self._groups) for o in group.outputs}
         self._used = Counter(name for output in self.outputs for name in output.index_map.sources)
-        self._uses = Counter(chunk for group in self._groups for chunk in group.chunks)
-        self._dtypes = self._read_in()
+        uses = Counter(chunk for group in self._groups for chunk in group.chunks)
+        self._readings = {
+            chunk: _Reading(states[chunk], chunk, dtype, alone=uses[chunk] == 1)
+            for chunk, dtype in self._read_in(uses).items()
+        }
         self._try_merging()
-        self._found: frozenset[Chunk] = frozenset()
-        self._readings: dict[Chunk, _Reading] = {}
         self._memory: dict[int, Tensor] = {}  # of readings, one after another, by their turn
         self._others: dict[str, Tensor] = {}  # buffers, flat, of the present group
         # by id of the parameter: values of the present tensor, and what is merged where it is read
@@ -145,12 +174,12 @@ class WeightWalk:
     def _merging_into(self, parameters: set[int]) -> list[Any]:
         return [m for m in self._adapted if any(id(p) in parameters for p in _targets(m))]
 
-    def _read_in(self) -> dict[Chunk, torch.dtype]:
+    def _read_in(self, chunks: Iterable[Chunk]) -> dict[Chunk, torch.dtype]:
         """The dtype of each chunk's tensors in the end, if it is one and no longer: fewer bytes
         travel, and nobody casts. What peft computes with is read as it is stored.
         """
         computes = {id(p) for module in self._adapted for p in _all_parameters(module)}
-        found: dict[Chunk, set[torch.dtype]] = {chunk: set() for chunk in self._uses}
+        found: dict[Chunk, set[torch.dtype]] = {chunk: set() for chunk in chunks}
         for output in self.outputs:
             for sharded in self._sources([output]):
                 exact = isinstance(output.index_map, Computed)
@@ -171,28 +200,18 @@ class WeightWalk:
             ids = self._sharded.keys() & map(id, _all_parameters(module))
             _merged(module, {each: _any_numbers(self._sharded[each]) for each in ids})
 
-    def _nbytes(self, chunk: Chunk) -> int:
-        """So many that a tensor of any dtype may begin behind it."""
-        nbytes = chunk.layout.padded_numel * self._dtypes[chunk].itemsize
-        return -(-nbytes // _ALIGNED) * _ALIGNED
-
     # -- the walk
 
     def stays(self) -> list[Chunk]:
-        """Chunks whose full buffers stay from step to step, in the dtype in which they are read:
-        they need no gather, unless a rank has changed its chunk, or has no full buffer now.
+        """Chunks that need no gather, unless a rank has changed its chunk, or has no full buffer
+        now.
         """
-        return [
-            chunk
-            for chunk in self._uses
-            if self._states[chunk].stays(chunk)
-            and chunk.full.tensor.dtype == self._dtypes[chunk]
-            and not (chunk.resident or chunk.wire.rounds(chunk))
-        ]
+        return [chunk for chunk, reading in self._readings.items() if reading.may_be_found]
 
     def find(self, chunks: Iterable[Chunk]) -> None:
         """These are found in their full buffers."""
-        self._found = frozenset(chunks)
+        for chunk in chunks:
+            self._readings[chunk].found = True
 
     def tensors(self, ahead: int = 0) -> Iterator[Walked]:
         """Yields each tensor. `ahead`: how many layers are gathered beside the present one."""
@@ -211,24 +230,22 @@ class WeightWalk:
             self._others.clear()
             for chunk in group.chunks:
                 if last[chunk] == number:
-                    del self._readings[chunk]
+                    self._readings[chunk].end()
         self._memory.clear()
 
     def _start(self, number: int, turns: int) -> None:
         """`turns`: how many layers are read at the same time. They take turns with memory."""
         start = 0
-        for chunk in self._groups[number].chunks:
-            if chunk in self._readings:
+        for reading in (self._readings[chunk] for chunk in self._groups[number].chunks):
+            if reading.begun:
                 continue
-            memory = None
-            if chunk not in self._found and self._uses[chunk] > 1:
-                memory = torch.empty(self._nbytes(chunk), dtype=torch.uint8, device=chunk.device)
-            elif chunk not in self._found:
-                memory = self._memory_of(number, turns)[start : start + self._nbytes(chunk)]
-                start += self._nbytes(chunk)
-            self._readings[chunk] = _Reading(
-                self._states[chunk], chunk, memory, self._dtypes[chunk]
-            )
+            if reading.alone:
+                memory = self._memory_of(number, turns)[start:]
+                start += reading.nbytes
+            else:
+                device = self._contents.device
+                memory = torch.empty(reading.nbytes, dtype=torch.uint8, device=device)
+            reading.start(memory)
 
     def _memory_of(self, number: int, turns: int) -> Tensor:
         """For the chunks that are read for a group alone. It is made once, and large enough for
@@ -239,9 +256,9 @@ class WeightWalk:
         if turn not in self._memory:
             sizes = [
                 sum(
-                    self._nbytes(c)
-                    for c in group.chunks
-                    if self._uses[c] == 1 and c not in self._found
+                    self._readings[chunk].nbytes
+                    for chunk in group.chunks
+                    if self._readings[chunk].alone
                 )
                 for other, group in enumerate(self._groups)
                 if self._turn(other, turns) == turn
@@ -268,15 +285,17 @@ class WeightWalk:
 
     # -- one tensor
 
-    def in_place(self, outputs: Sequence[Output]) -> set[str]:
-        """Of tensors that follow each other, the names of those that stay where they were read
+    def in_place(self, together: Iterable[Sequence[Output]]) -> set[str]:
+        """Of tensors that are asked for together, the names of those that stay where they were read
         until the walk goes on from the last one.
         """
-        here = self._numbers[outputs[-1].name]
+        numbers = {o.name: number for number, g in enumerate(self._groups) for o in g.outputs}
         return {
             output.name
+            for outputs in together
             for output in outputs
-            if self._numbers[output.name] == here and self._is_as_read(output, dequantised=False)
+            if numbers[output.name] == numbers[outputs[-1].name]
+            and self._is_as_read(output, dequantised=False)
         }
 
     def _is_as_read(self, output: Output, *, dequantised: bool) -> bool:
@@ -289,9 +308,9 @@ class WeightWalk:
         if name in known.others:
             return known.dtype(name) == output.dtype
         chunk = known.parameters[name].chunk
-        if chunk.read_only:
-            return dequantised and known.dtype(name) == output.dtype
-        return chunk not in self._found and self._dtypes[chunk] == output.dtype
+        if chunk.read_only and dequantised:
+            return known.dtype(name) == output.dtype
+        return self._readings[chunk].gives(output.dtype)
 
     @torch.no_grad()
     def _as_read(self, output: Output) -> Tensor | None:
@@ -349,7 +368,12 @@ class WeightWalk:
         targets = {id(p) for module in modules for p in _targets(module)}
         everything = {id(p) for module in modules for p in _all_parameters(module)}
         values = {each: self._value(each) for each in everything & self._sharded.keys()}
-        in_place = {each for each in targets - self._merged if self._is_writable(each)}
+        in_place = {
+            each
+            for each in targets - self._merged
+            if (chunk := self._sharded[each].chunk) in self._readings
+            and self._readings[chunk].gives(chunk.shard.dtype)
+        }
         for each in targets - in_place:
             if not self._sharded[each].chunk.read_only:
                 values[each] = values[each].clone()
@@ -361,10 +385,6 @@ class WeightWalk:
                 before[each].copy_(values[each])
         self._merged |= in_place
         self._values |= {each: values[each] for each in targets - self._merged}
-
-    def _is_writable(self, parameter: int) -> bool:
-        chunk = self._sharded[parameter].chunk
-        return self._readings[chunk].memory is not None and not chunk.read_only
 
     def _computed(self, output: Output) -> Tensor:
         """By peft, on a copy of the modules: those of the model would fetch their layers."""
