@@ -189,16 +189,21 @@ def _check_max_bytes(max_bytes: int | None) -> None:
         raise ValueError(f"max_bytes must be at least 1, found {max_bytes}")
 
 
-def _buckets(outputs: Sequence[Output], max_bytes: int | None) -> list[list[Output]]:
-    """One tensor each, or, in order, as many as fit."""
+def _buckets(layers: Sequence[Sequence[Output]], max_bytes: int | None) -> list[list[Output]]:
+    """One tensor each, or, in order, as many as fit. One that is half full ends with its layer: no
+    tensor has to be copied before the next layer is read.
+    """
     buckets: list[list[Output]] = []
-    room = 0
-    for output in outputs:
-        room -= output.nbytes
-        if room < 0 or max_bytes is None or not buckets:
-            buckets.append([])
-            room = (max_bytes or 0) - output.nbytes
-        buckets[-1].append(output)
+    room = -1
+    for layer in layers:
+        if 2 * room < (max_bytes or 0):
+            room = -1
+        for output in layer:
+            room -= output.nbytes
+            if room < 0 or max_bytes is None:
+                buckets.append([])
+                room = (max_bytes or 0) - output.nbytes
+            buckets[-1].append(output)
     return buckets
 
 
@@ -243,7 +248,7 @@ class _Stream(Generator[Any, None, None]):
     ) -> None:
         self.outputs = walk.outputs
         self._tensors = walk.tensors(ahead=min(1, states[0].policy.prefetch_depth))
-        buckets = _buckets(walk.outputs, max_bytes)
+        buckets = _buckets(walk.layers, max_bytes)
         self._left, self._single = iter(buckets), max_bytes is None
         # what lies with earlier layers is overwritten while a bucket is filled
         self._in_place = walk.in_place(buckets)

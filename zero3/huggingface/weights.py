@@ -200,6 +200,11 @@ class WeightWalk:
             ids = self._sharded.keys() & map(id, _all_parameters(module))
             _merged(module, {each: _any_numbers(self._sharded[each]) for each in ids})
 
+    @property
+    def layers(self) -> list[list[Output]]:
+        """Tensors that are read together."""
+        return [group.outputs for group in self._groups]
+
     # -- the walk
 
     def stays(self) -> list[Chunk]:
