@@ -207,8 +207,15 @@ FAULTS = [
     Fault(
         "full buffers of before a step are streamed",
         "huggingface/stream_weights.py",
-        "        stale = any(",
-        "        stale = not any(",
+        "bool(chunk.is_stale())",
+        "bool(not chunk.is_stale())",
+        "huggingface/stream_weights",
+    ),
+    Fault(
+        "a bucket keeps what the next layer is read over",
+        "huggingface/weights.py",
+        "            if numbers[output.name] == numbers[outputs[-1].name]\n            and",
+        "            if",
         "huggingface/stream_weights",
     ),
     Fault(

@@ -293,9 +293,9 @@ class _Stream(Generator[Any, None, None]):
 
     def close(self) -> None:
         """Takes part in what is left. The generator is over."""
-        self._finish("")
+        self.finish("")
 
-    def _finish(self, by: str) -> None:
+    def finish(self, by: str) -> None:
         if self._is_over:
             return
         self._is_over, self._ended_by, self._memory = True, by, None
@@ -303,9 +303,6 @@ class _Stream(Generator[Any, None, None]):
         with torch.inference_mode(False), torch.no_grad():
             for _ in self._tensors:
                 pass
-
-    def give_way(self, what: Collective) -> None:
-        self._finish(str(what))
 
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> NoReturn:
         self.close()
@@ -320,4 +317,4 @@ class _Stream(Generator[Any, None, None]):
 
 def _give_way(stream: weakref.ref[_Stream], what: Collective) -> None:
     if (found := stream()) is not None:
-        found.give_way(what)
+        found.finish(str(what))

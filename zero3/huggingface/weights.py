@@ -160,25 +160,25 @@ class WeightWalk:
     def _chunks_of(self, outputs: list[Output]) -> list[Chunk]:
         needed = {id(s.sites.parameter) for s in self._sources(outputs)}
         for module in self._merging_into(needed):
-            if any(id(p) not in self._sharded for p in _targets(module)):
+            if any(id(p) not in self._sharded for p in _base_of(module).values()):
                 raise ValueError(
                     f"the adapters of a {type(module).__name__} can't be merged: the policy leaves "
                     "parameters of its base alone (ignored)"
                 )
-            needed |= {id(p) for p in _all_parameters(module)}
+            needed |= {id(p) for p in _parameters_in(module).values()}
         found = [self._sharded[each] for each in self._sharded if each in needed]
         if empty := [s.sites.name for s in found if s.index in s.chunk.unloaded]:
             raise RuntimeError(f"{named(empty)} have no values yet (meta device): load them before")
         return list(dict.fromkeys(sharded.chunk for sharded in found))
 
     def _merging_into(self, parameters: set[int]) -> list[Any]:
-        return [m for m in self._adapted if any(id(p) in parameters for p in _targets(m))]
+        return [m for m in self._adapted if any(id(p) in parameters for p in _base_of(m).values())]
 
     def _read_in(self, chunks: Iterable[Chunk]) -> dict[Chunk, torch.dtype]:
         """The dtype of each chunk's tensors in the end, if it is one and no longer: fewer bytes
         travel, and nobody casts. What peft computes with is read as it is stored.
         """
-        computes = {id(p) for module in self._adapted for p in _all_parameters(module)}
+        computes = {id(p) for module in self._adapted for p in _parameters_in(module).values()}
         found: dict[Chunk, set[torch.dtype]] = {chunk: set() for chunk in chunks}
         for output in self.outputs:
             for sharded in self._sources([output]):
@@ -197,7 +197,7 @@ class WeightWalk:
         used = {id(s.sites.parameter) for s in self._sources(self.outputs)}
         kinds = {_kind_of(module): module for module in self._merging_into(used)}
         for module in kinds.values():
-            ids = self._sharded.keys() & map(id, _all_parameters(module))
+            ids = self._sharded.keys() & map(id, _parameters_in(module).values())
             _merged(module, {each: _any_numbers(self._sharded[each]) for each in ids})
 
     @property
@@ -370,8 +370,8 @@ class WeightWalk:
         modules = self._merging_into(parameters)
         if not modules:
             return
-        targets = {id(p) for module in modules for p in _targets(module)}
-        everything = {id(p) for module in modules for p in _all_parameters(module)}
+        targets = {id(p) for module in modules for p in _base_of(module).values()}
+        everything = {id(p) for module in modules for p in _parameters_in(module).values()}
         values = {each: self._value(each) for each in everything & self._sharded.keys()}
         in_place = {
             each
@@ -448,7 +448,8 @@ def _merged(module: Any, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
 def _kind_of(module: Any) -> str:
     """A text that is the same if peft merges in the same way: options show in shapes."""
     classes = type(module), type(unwrapped(module.get_base_layer()))
-    return f"{classes} {[tuple(p.shape) for p in _all_parameters(module)]} {module.active_adapters}"
+    shapes = [tuple(parameter.shape) for parameter in _parameters_in(module).values()]
+    return f"{classes} {shapes} {module.active_adapters}"
 
 
 def _any_numbers(sharded: ShardedParameter) -> Tensor:
@@ -460,22 +461,13 @@ def _any_numbers(sharded: ShardedParameter) -> Tensor:
 
 def _base_of(module: Any) -> dict[tuple[int, str], nn.Parameter]:
     """The parameters that the module's adapters are merged into, by their places."""
+    return _parameters_in(module.get_base_layer())
+
+
+def _parameters_in(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     return {
         (number, name): parameter
-        for number, inner in enumerate(plain_modules(module.get_base_layer()))
+        for number, inner in enumerate(plain_modules(module))
         for name, parameter in parameters_of(inner)
         if parameter is not None
     }
-
-
-def _targets(module: Any) -> Iterable[nn.Parameter]:
-    return _base_of(module).values()
-
-
-def _all_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [
-        parameter
-        for inner in plain_modules(module)
-        for _, parameter in parameters_of(inner)
-        if parameter is not None
-    ]
