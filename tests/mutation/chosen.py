@@ -26,6 +26,13 @@ FAULTS = [
         "experts/numbers",
     ),
     Fault(
+        "a bucket keeps what the next layer is read over",
+        "huggingface/weights.py",
+        "            if numbers[output.name] == numbers[outputs[-1].name]\n            and",
+        "            if",
+        "huggingface/stream_weights",
+    ),
+    Fault(
         "counts of tokens are read before they have come",
         "experts/at_home.py",
         "        self._among.all_to_all(received, words).wait()\n",
@@ -207,15 +214,8 @@ FAULTS = [
     Fault(
         "full buffers of before a step are streamed",
         "huggingface/stream_weights.py",
-        "bool(chunk.is_stale())",
-        "bool(not chunk.is_stale())",
-        "huggingface/stream_weights",
-    ),
-    Fault(
-        "a bucket keeps what the next layer is read over",
-        "huggingface/weights.py",
-        "            if numbers[output.name] == numbers[outputs[-1].name]\n            and",
-        "            if",
+        "walk.find(c for number, c in enumerate(stays) if not stale",
+        "walk.find(c for number, c in enumerate(stays) if stale",
         "huggingface/stream_weights",
     ),
     Fault(
