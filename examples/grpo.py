@@ -58,7 +58,7 @@ def rewards(texts: Tensor) -> Tensor:
 def answered(model: Any, digits: Tensor) -> Tensor:
     """Samples. Ranks may generate at their own pace, since each has the whole model meanwhile."""
     with zero3.resident(model), torch.no_grad():
-        texts: Tensor = model.generate(digits, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=True, top_k=0, pad_token_id=0)
+        texts: Tensor = model.generate(digits, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=True, top_k=0)
     return texts
 
 

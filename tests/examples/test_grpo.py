@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import zero3
 from tests.support.programs import ROOT, printed_by_two
 
 transformers = pytest.importorskip("transformers")
@@ -28,6 +29,16 @@ def loaded() -> Any:
 def test_the_reward_of_grpo_counts_tokens_that_follow_the_one_before() -> None:
     texts = torch.tensor([[1, 2, 3, 4, 5], [8, 9, 0, 1, 2], [1, 2, 3, 3, 4], [5, 5, 5, 5, 5]])
     assert loaded().rewards(texts).tolist() == [1.0, 1.0, 0.75, 0.0]
+
+
+def test_grpo_shows_the_model_every_digit() -> None:
+    """Were 0 the padding, transformers would hide it."""
+    example, seen = loaded(), []
+    config = transformers.LlamaConfig(**example.SIZES, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    model = zero3.shard(transformers.LlamaForCausalLM(config))
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs.get("attention_mask")), with_kwargs=True)
+    assert example.answered(model, torch.tensor([[3], [0]])).shape == (2, 5)
+    assert seen and all(mask is None or mask.all() for mask in seen)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 import zero3
+from tests.huggingface.test_stream_weights import taken
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.trainers import SIZES
 
@@ -185,3 +186,61 @@ def test_save_pretrained_names_what_is_no_value_of_the_model(name: str, tmp_path
             zero3.save_pretrained(model, tmp_path)
 
     on_two(name, AT_SAVING[name], body)
+
+
+# -- merged
+
+
+def merged(name: str, options: dict[str, Any]) -> dict[str, Tensor] | None:
+    """By peft. None: it refuses."""
+    try:
+        found = built(name, options).merge_and_unload()
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):
+        return None
+    return dict(sorted(found.state_dict().items()))
+
+
+def state_of_modules(model: Any) -> list[Any]:
+    """Which modules there are, and what each of them holds."""
+    return [
+        (module, {key: (id(v), len(v) if isinstance(v, (dict, list, set)) else 0) for key, v in vars(module).items()})
+        for module in model.modules()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of peft
+@pytest.mark.parametrize("name", [*OTHERS, *AT_SAVING])
+def test_stream_weights_and_save_merged_are_what_peft_merges_of_every_kind(name: str, tmp_path: Path) -> None:
+    """Or one error on all ranks at the call, also on those that would ask for nothing, before anything is gathered or written."""
+    options = (OTHERS | AT_SAVING)[name]
+    expected = merged(name, options)
+    assert expected is None or not any("base_layer" in key for key in expected)
+    tolerance = 1e-6 if name == "C3A" else 0  # a Fourier transform rounds by where its numbers lie
+
+    def check(found: dict[str, Tensor]) -> None:
+        assert expected is not None and found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance, msg=key)
+
+    def body(model: Any) -> str:
+        modules = state_of_modules(model)
+        errors = []
+        for max_bytes in (None, 3000):
+            try:
+                check(taken(zero3.stream_weights(model, merge_adapters=True, max_bytes=max_bytes)))
+            except (RuntimeError, ValueError) as error:
+                errors.append(str(error))
+        try:
+            zero3.save_merged(model, tmp_path / "ours")
+        except (RuntimeError, ValueError) as error:
+            errors.append(str(error).replace("save_merged", "stream_weights"))
+        assert state_of_modules(model) == modules
+        assert len(errors) == (3 if expected is None else 0) and len(set(errors)) <= 1, errors
+        return errors[0] if errors else ""
+
+    texts = on_two(name, options, body)
+    assert texts[0] == texts[1]
+    if expected is None:
+        assert texts[0].startswith("rank 0: ") and not (tmp_path / "ours").exists()
+    else:
+        check(load_file(tmp_path / "ours" / "model.safetensors"))

@@ -19,7 +19,7 @@ from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import WORLDS
 from tests.support.pretrained import assert_same_bits
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
-from tests.support.reference import Turn, by_shard, on_ranks, on_two, process_group
+from tests.support.reference import Turn, on_ranks, on_two, process_group
 from tests.support.stacks import built, loss_of, stack
 from zero3 import ShardingPolicy
 from zero3.access import states_of
@@ -159,21 +159,30 @@ def test_stream_weights_yields_masters_whatever_the_policy(policy: dict[str, Any
 # -- gathers and bytes
 
 
-@pytest.mark.parametrize("policy", [{}, {"stage": 2}, {"resident_bytes": 10**6}], ids=str)
-def test_stream_weights_gathers_each_chunk_once_unless_it_is_there(policy: dict[str, Any]) -> None:
+def gathered_in(dtype: Any, chunk: Any) -> Any:
+    return chunk.shard.dtype if dtype is None or dtype.itemsize > chunk.shard.element_size() else dtype
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("policy", [{}, {"stage": 2}, {"resident_bytes": 10**6}, {"stage": 2, "param_dtype": torch.bfloat16}], ids=str)
+def test_stream_weights_gathers_each_chunk_once_unless_it_is_there(policy: dict[str, Any], dtype: Any) -> None:
+    """In the dtype that is asked for, if that has no more bytes: so it is there already where layers compute in it."""
+
     def body(model: Any, group: ThreadCommunicator) -> None:
         states = states_of(model)
         chunks = [chunk for state in states for chunk in state.chunks]
         loss_of(model, Turn(group.rank, 0, 2)).backward()
         for steps in (False, True):
-            there = [chunk for chunk in chunks if chunk.full.filled]
+            there = [c for c in chunks if c.full.filled and c.full.tensor.dtype == gathered_in(dtype, c)]
             stale = steps and chunks[0] in there
             before, logged = len(group.log), states[0].log.count
-            found = taken(zero3.stream_weights(model))
-            kinds = [each.kind for each in group.log[before:]]
-            assert kinds == ["exchange"] + ["all_gather"] * (len(chunks) - len(there) + stale)
+            found = taken(zero3.stream_weights(model, dtype=dtype))
+            made = [(each.kind, each.dtype) for each in group.log[before:]]
+            travel = [c for c in chunks if c not in there or (stale and c is chunks[0])]
+            assert made[0][0] == "exchange"
+            assert sorted(map(str, made[1:])) == sorted(str(("all_gather", gathered_in(dtype, c))) for c in travel)
             assert states[0].log.count == logged, "no other replica makes these gathers"
-            expected = zero3.full_state_dict(model, rank0_only=False)
+            expected = {k: v.to(dtype or v.dtype) for k, v in zero3.full_state_dict(model, rank0_only=False).items()}
             assert_same_bits(found, dict(sorted(expected.items())))
             loss_of(model, Turn(group.rank, 0, 2)).backward()
             if group.rank == 1:  # all ranks have to gather what one has changed
@@ -218,22 +227,44 @@ def test_stream_weights_in_buckets_of_at_most_max_bytes() -> None:
     on_two(stack, body)
 
 
-def test_buckets_are_as_full_as_the_order_lets_them_be() -> None:
-    given = [outputs.Output(str(n), torch.uint8, (n,), None) for n in (3, 0, 4, 9, 1, 2)]  # type: ignore[arg-type]
-    assert [[o.nbytes for o in bucket] for bucket in _buckets(given, 7)] == [[3, 0, 4], [9], [1, 2]]
-    assert [[o.nbytes for o in bucket] for bucket in _buckets(given, None)] == [[n] for n in (3, 0, 4, 9, 1, 2)]
-    assert _buckets([], 7) == []
+def test_buckets_copy_only_what_earlier_layers_hold() -> None:
+    """What a bucket has of its last layer stays where it was read; so do single tensors."""
+    model = zero3.shard(stack(5), process_group=LonelyCommunicator(3))
+    walk = walk_of(model, None, [])
+    names = [output.name for output in walk.outputs]
+    assert walk.in_place([[output] for output in walk.outputs]) == set(names)
+    last = walk.in_place([walk.outputs])
+    assert names[-1] in last and 0 < len(last) < len(names)
+    assert walk.in_place([walk.outputs[-len(last) :]]) == last
+
+
+def test_buckets_are_full_or_end_with_a_layer() -> None:
+    def sizes(layers: list[list[int]], max_bytes: int | None) -> list[list[int]]:
+        given = [[outputs.Output(str(n), torch.uint8, (n,), None) for n in layer] for layer in layers]  # type: ignore[arg-type]
+        return [[o.nbytes for o in bucket] for bucket in _buckets(given, max_bytes)]
+
+    assert sizes([[3, 0, 4, 9, 1, 2]], 7) == [[3, 0, 4], [9], [1, 2]]
+    assert sizes([[3, 0], [4, 9], [1, 2]], 7) == [[3, 0, 4], [9], [1, 2]], "three of seven is not half full"
+    assert sizes([[3, 0], [4, 9], [1, 2]], 5) == [[3, 0], [4], [9], [1, 2]]
+    assert sizes([[4, 4], [0, 4], [4, 4]], 16) == [[4, 4, 0, 4], [4, 4]]
+    assert sizes([[4, 4], [0, 4], [4, 4]], 12) == [[4, 4], [0, 4, 4, 4]]
+    assert sizes([[3, 0, 4], [9, 1, 2]], None) == [[n] for n in (3, 0, 4, 9, 1, 2)]
+    assert sizes([], 7) == []
 
 
 def test_writing_into_what_stream_weights_yields_changes_nothing_of_the_model() -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         before = zero3.full_state_dict(model, rank0_only=False)
-        for _, tensor in zero3.stream_weights(model):
-            tensor.fill_(7)
-        assert_same_bits(zero3.full_state_dict(model, rank0_only=False), before)
+        for options in ({}, {"max_bytes": 900}, {"dtype": torch.bfloat16, "max_bytes": 900}):
+            for items in zero3.stream_weights(model, **options):
+                for _, tensor in items if "max_bytes" in options else [items]:
+                    tensor.fill_(7)
+            assert_same_bits(zero3.full_state_dict(model, rank0_only=False), before)
+            loss_of(model, Turn(group.rank, 0, 2)).backward()  # which leaves full buffers, at stage 2
 
     for world_size in (1, 2):
-        on_ranks(world_size, stack, body, by_shard)
+        for stage in (2, 3):
+            on_ranks(world_size, stack, body, lambda m, g, _: zero3.shard(m, process_group=g, policy=ShardingPolicy(stage=stage)))  # noqa: B023
 
 
 # -- meshes, buffers

@@ -26,6 +26,13 @@ FAULTS = [
         "experts/expert_parallel",
     ),
     Fault(
+        "a bucket keeps what the next layer is read over",
+        "huggingface/weights.py",
+        "            if numbers[output.name] == numbers[outputs[-1].name]\n            and",
+        "            if",
+        "huggingface/stream_weights",
+    ),
+    Fault(
         "counts of tokens are read before they have come",
         "experts/at_home.py",
         "        self._among.all_to_all(received, words).wait()\n",

@@ -164,6 +164,26 @@ def test_every_use_of_a_model_inside_parked_is_refused_before_any_collective(to:
     run_ranks(world_size, body)
 
 
+def test_offload_optimizer_inside_parked_is_refused(tmp_path: Path) -> None:
+    """It would take in a state whose values are elsewhere."""
+
+    models = [stack() for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        policy = ShardingPolicy(offload=tmp_path)
+        model = zero3.shard(models[group.rank], process_group=process_group(group), policy=policy)
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1)
+        loss_of(model, Turn(group.rank, 0, 2)).backward()
+        optimizer.step()
+        before = [value.clone() for state in optimizer.state.values() for value in state.values()]
+        with zero3.parked(model, optimizer, to=tmp_path), pytest.raises(RuntimeError, match=r"offload_optimizer inside zero3\.parked"):
+            zero3.offload_optimizer(optimizer)
+        assert same_bits([value for state in optimizer.state.values() for value in state.values()], before)
+        zero3.offload_optimizer(optimizer).step()
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("zeroing", ["to none", "to zeros", "not"])
 @pytest.mark.parametrize("kept", [False, True], ids=["reduced", "kept"])
 def test_what_is_zeroed_inside_parked_stays_so(zeroing: str, kept: bool, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.layer_state import LayerState
 from ..core.parameters import parameters_of, plain_modules, released_in, unwrapped, wrapped_in
 from ..guards.marks import ignored_by, mark_ignored
-from ..guards.module_overrides import Override
+from ..guards.module_overrides import GUARDED, Override
 
 __all__: list[str] = []
 
@@ -177,7 +177,11 @@ def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) ->
     if (inner := wrapped_in(module)) is not None:
         return twin(inner, copies)
     copies[module] = copy = type(module).__new__(type(module))
-    own = {name: value for name, value in vars(module).items() if not isinstance(value, Override)}
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if name != GUARDED and not isinstance(value, Override)
+    }
     for name, _ in released_in(module):
         del own[name]
     copy.__dict__ = own | {

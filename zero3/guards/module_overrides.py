@@ -35,7 +35,7 @@ _OR_WHOLE = (
     "or `with zero3.full_params(model, writeback=True):` around what reads and loads one, as "
     "peft's load_adapter does"
 )
-_GUARDED = "_zero3_guarded"  # in a module's __dict__: it belongs to a sharded model
+GUARDED = "_zero3_guarded"  # in a module's __dict__: it belongs to a sharded model
 
 
 class Override:
@@ -143,7 +143,7 @@ def guard_layer(module: nn.Module) -> None:
     """Makes a layer refuse parameters that are not sharded (see `_check_new_module`), and compile
     around the layers in it.
     """
-    module.__dict__[_GUARDED] = True
+    module.__dict__[GUARDED] = True
     leave_untraced()  # it may have been compiled before
     Override(module, "compile", compile_in_parts)
 
@@ -293,7 +293,7 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
         leave_untraced()  # torch.compile makes its wrapper
     if isinstance(new, nn.Module) and WRAPPED in vars(new):
         enter_model(new)
-    if _GUARDED in vars(module) and isinstance(new, nn.Module):
+    if GUARDED in vars(module) and isinstance(new, nn.Module):
         _check_strangers(
             module,
             [
@@ -307,8 +307,8 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
 def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
     # a new object under a known name is an error too, which is raised when the layer's parameters
     # are shown
-    known = {known for known, _ in parameters_of(module)} if _GUARDED in vars(module) else set()
-    if _GUARDED in vars(module) and new is not None and name not in known and not _is_sharded(new):
+    known = {known for known, _ in parameters_of(module)} if GUARDED in vars(module) else set()
+    if GUARDED in vars(module) and new is not None and name not in known and not _is_sharded(new):
         _check_strangers(module, [name])
 
 

@@ -14,16 +14,19 @@ from ..checkpoint.contents import listed
 from ..checkpoint.extra_state import extra_state_modules
 from ..checkpoint.safetensors_files import Stored
 from ..comm.plain_values import kind_of
+from ..core.parameters import own_module_name, unwrapped
 from ..names import innermost, named_tensors
 from .conversions import Conversions
 from .index_maps import IndexMap, Whole
 from .left_out import may_be_left_out
+from .outputs import has_adapters, is_adapted
 from .tracing import TracedTensor, Untraceable, traced
 
 __all__: list[str] = []
 
 
 T = TypeVar("T")
+_BASE = "base_model.model."  # before the names of peft's base
 _PROBLEMS = (
     "missing",
     "unexpected",
@@ -64,10 +67,8 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
             kinds of values differ. One error names all problems.
     """
     tensors = dict(named_tensors(model))
-    if isinstance(
-        added := getattr(getattr(model, "base_model", None), "prefix", None), str
-    ) and hasattr(model, "peft_config"):
-        model, tensors = model.get_base_model(), without_adapters(tensors, added)  # type: ignore[operator]
+    if has_adapters(model) and isinstance(getattr(model.base_model, "prefix", None), str):
+        model, tensors = model.get_base_model(), without_adapters(model, tensors)  # type: ignore[operator]
     fitting = _Fitting(innermost(model), tensors, extra_state_modules(model))
     for key in fitting.conversions.sorted(stored):
         fitting.add(stored[key])
@@ -95,15 +96,23 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
     return found
 
 
-def without_adapters(tensors: Mapping[str, T], added: str) -> dict[str, T]:
+def without_adapters(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:
     """Returns a peft model's tensors under the names of its base, without those that peft has
-    `added`.
+    added: beside the base of a module that it adapts, and outside of the model that it was given.
     """
-    return {
-        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tensor
-        for name, tensor in tensors.items()
-        if not any(part.startswith(added) for part in name.split("."))
+    adapted = {
+        own_module_name(name)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if is_adapted(unwrapped(module))
     }
+    found = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        ends = (n for n in range(1, len(parts)) if ".".join(parts[:n]) in adapted)
+        if name.startswith(_BASE) and all(parts[end] == "base_layer" for end in ends):
+            kept = (part for part in parts if part not in ("base_layer", "token_adapter"))
+            found[".".join(kept).removeprefix(_BASE)] = tensor
+    return found
 
 
 class _Fitting:

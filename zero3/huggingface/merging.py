@@ -24,7 +24,14 @@ from ..names import innermost
 from ..optim.state_memory import land_steps
 from .index_maps import IndexMap
 from .key_mapping import fit, without_adapters
-from .outputs import bytes_in, check_unmixed, has_adapters, outputs_of_model, shards_of
+from .outputs import (
+    bytes_in,
+    check_unmixed,
+    has_adapters,
+    is_adapted,
+    outputs_of_model,
+    shards_of,
+)
 from .packed import find_packed
 from .reading import SliceReader
 from .save_pretrained import Export, fill
@@ -62,8 +69,8 @@ def save_merged(
 
     Raises:
         ValueError: Nothing in `model` is sharded, `path` holds adapters, `base` does not fit the
-            model or is quantised itself, or an adapter is of a kind that peft can't merge. Every
-            rank raises it, before anything is written.
+            model or is quantised itself, or an adapter is of a kind that peft can't merge (a
+            RuntimeError, if it is one of peft's). Every rank raises it, before anything is written.
         TypeError: `path` is no path, or `dtype` is no dtype. Every rank raises it.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not read or write. Every rank raises the same error.
@@ -101,8 +108,8 @@ def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, l
     """
     if not has_adapters(model):
         return model, []
-    prefix = getattr(model.base_model, "prefix", None)  # of what peft has added
-    if not hasattr(model.base_model, "merge_adapter") or not isinstance(prefix, str):
+    modules = list(plain_modules(model))
+    if not (hasattr(model.base_model, "merge_adapter") and any(map(is_adapted, modules))):
         kinds = ", ".join(sorted({str(c.peft_type.value) for c in model.peft_config.values()}))
         raise ValueError(
             f"adapters of the kind {kinds} can't be merged: no weight of the base stands for them. "
@@ -112,12 +119,11 @@ def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, l
     contents.rename(
         {
             name: ours
-            for theirs, name in without_adapters(every, prefix).items()
+            for theirs, name in without_adapters(model, every).items()
             if (ours := _chosen(theirs, model))
         }
     )
-    owner = model.get_base_model()
-    return owner, list(plain_modules(owner))
+    return model.get_base_model(), modules
 
 
 def _chosen(name: str, model: Any) -> str | None:

@@ -76,6 +76,11 @@ def has_adapters(model: nn.Module) -> bool:
     return isinstance(kept, dict) and hasattr(model, "get_base_model")
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is peft's, around a base that its adapters belong to."""
+    return hasattr(module, "get_base_layer") and hasattr(module, "merged_adapters")
+
+
 def outputs_of_model(
     model: nn.Module, contents: Contents, extra: Iterable[str], dtype: torch.dtype | None
 ) -> list[Output]:

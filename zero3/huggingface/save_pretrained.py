@@ -299,8 +299,8 @@ class Export:
 
 
 def _write(walk: WeightWalk, export: Export) -> None:
-    """Every rank writes its slices. A tensor whose elements are rearranged is read from whole
-    layers.
+    """Every rank writes its slices, without a gather: so no rank needs room for a layer. A tensor
+    whose elements are rearranged comes from the walk, as all do in `save_merged`.
     """
     error: Exception | None = None
     held = _held(export.contents)

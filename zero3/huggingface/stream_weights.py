@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, NoReturn, overload
@@ -97,12 +97,12 @@ def stream_weights(
         ValueError: Nothing in `model` is sharded, `max_bytes` is less than 1, or ranks differ. A
             model with adapters needs `merge_adapters` or `adapters_only`, and one without has
             neither; both together, several active adapters with `adapters_only`, and kinds of
-            adapters that have no merge, are refused too. All ranks raise it, at the call.
+            adapters that have no merge, are refused too, and so is what peft refuses to merge (a
+            RuntimeError, if it is one of peft's). All ranks raise it, at the call.
         TypeError: `dtype` is no dtype, or `max_bytes` no integer. Likewise.
         RuntimeError: It is called inside a forward or a backward, or in `full_params`, `resident`
             or `parked`; parameters have no values; or a tensor is asked for after the model was
-            used. Or a transfer failed. What peft itself refuses while it merges is its own error,
-            on the ranks that ask for the tensor.
+            used. Or a transfer failed.
         OSError: With `offload=DIR` a rank's disk has lost what a step has changed.
 
     Example::
@@ -189,16 +189,21 @@ def _check_max_bytes(max_bytes: int | None) -> None:
         raise ValueError(f"max_bytes must be at least 1, found {max_bytes}")
 
 
-def _buckets(outputs: Sequence[Output], max_bytes: int | None) -> list[list[Output]]:
-    """One tensor each, or, in order, as many as fit."""
+def _buckets(layers: Sequence[Sequence[Output]], max_bytes: int | None) -> list[list[Output]]:
+    """One tensor each, or, in order, as many as fit. One that is half full ends with its layer: no
+    tensor has to be copied before the next layer is read.
+    """
     buckets: list[list[Output]] = []
-    room = 0
-    for output in outputs:
-        room -= output.nbytes
-        if room < 0 or max_bytes is None or not buckets:
-            buckets.append([])
-            room = (max_bytes or 0) - output.nbytes
-        buckets[-1].append(output)
+    room = -1
+    for layer in layers:
+        if 2 * room < (max_bytes or 0):
+            room = -1
+        for output in layer:
+            room -= output.nbytes
+            if room < 0 or max_bytes is None:
+                buckets.append([])
+                room = (max_bytes or 0) - output.nbytes
+            buckets[-1].append(output)
     return buckets
 
 
@@ -207,19 +212,20 @@ class _YieldedMemory:
     the largest of them, also if the caller still holds the last one.
     """
 
-    def __init__(self, buckets: Sequence[Sequence[Output]], device: torch.device) -> None:
+    def __init__(self, buckets: Iterable[Iterable[Output]], device: torch.device) -> None:
         self._nbytes = max((sum(map(_aligned, bucket)) for bucket in buckets), default=0)
-        self._device = device
+        self._device, self._used = device, 0
         self._flat: Tensor | None = None
 
-    def parts(self, bucket: Sequence[Output]) -> Iterator[Tensor]:
-        """A tensor for each, flat."""
+    def clear(self) -> None:
+        self._used = 0
+
+    def part(self, output: Output) -> Tensor:
+        """Flat."""
         if self._flat is None:
             self._flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        start = 0
-        for output in bucket:
-            yield self._flat[start : start + output.nbytes].view(output.dtype)
-            start += _aligned(output)
+        start, self._used = self._used, self._used + _aligned(output)
+        return self._flat[start : start + output.nbytes].view(output.dtype)
 
 
 def _aligned(output: Output) -> int:
@@ -242,9 +248,12 @@ class _Stream(Generator[Any, None, None]):
     ) -> None:
         self.outputs = walk.outputs
         self._tensors = walk.tensors(ahead=min(1, states[0].policy.prefetch_depth))
-        buckets = _buckets(walk.outputs, max_bytes)
+        buckets = _buckets(walk.layers, max_bytes)
         self._left, self._single = iter(buckets), max_bytes is None
-        self._memory: _YieldedMemory | None = _YieldedMemory(buckets, device)
+        # what lies with earlier layers is overwritten while a bucket is filled
+        self._in_place = walk.in_place(buckets)
+        copied = [[o for o in bucket if o.name not in self._in_place] for bucket in buckets]
+        self._memory: _YieldedMemory | None = _YieldedMemory(copied, device)
         self._ended_by = ""
         self._is_over = False
         # the layers hold no stream: one that is dropped ends at once
@@ -270,24 +279,23 @@ class _Stream(Generator[Any, None, None]):
         raise StopIteration
 
     def _filled(self, bucket: Sequence[Output], memory: _YieldedMemory) -> list[Named]:
-        found = []
+        found: list[Named] = []
+        memory.clear()
         # the caller may be inside of inference_mode now, and outside when they are overwritten
         with torch.inference_mode(False), torch.no_grad():
-            parts = memory.parts(bucket)
             for output, fill, as_read in islice(self._tensors, len(bucket)):
-                # what lies in a bucket is kept while the walk goes on
-                tensor = as_read() if self._single else None
-                if tensor is None:
-                    tensor = next(parts)
+                needs_none = len(bucket) == 1 or output.name in self._in_place
+                if (tensor := as_read() if needs_none else None) is None:
+                    tensor = memory.part(output)
                     fill(tensor, 0)
                 found.append((output.name, tensor.view(output.shape)))
         return found
 
     def close(self) -> None:
         """Takes part in what is left. The generator is over."""
-        self._finish("")
+        self.finish("")
 
-    def _finish(self, by: str) -> None:
+    def finish(self, by: str) -> None:
         if self._is_over:
             return
         self._is_over, self._ended_by, self._memory = True, by, None
@@ -295,9 +303,6 @@ class _Stream(Generator[Any, None, None]):
         with torch.inference_mode(False), torch.no_grad():
             for _ in self._tensors:
                 pass
-
-    def give_way(self, what: Collective) -> None:
-        self._finish(str(what))
 
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> NoReturn:
         self.close()
@@ -312,4 +317,4 @@ class _Stream(Generator[Any, None, None]):
 
 def _give_way(stream: weakref.ref[_Stream], what: Collective) -> None:
     if (found := stream()) is not None:
-        found.give_way(what)
+        found.finish(str(what))

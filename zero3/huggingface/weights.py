@@ -5,8 +5,7 @@ or two layers' at a time. Nothing of the model changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,11 +19,10 @@ from ..conductors.conducted import unconducted
 from ..core.chunk import Chunk
 from ..core.flat import view
 from ..core.layer_state import LayerState
-from ..core.parameters import ShardedParameter, named, parameters_of, plain_modules
-from ..core.sites import ParameterSites
+from ..core.parameters import ShardedParameter, named, parameters_of, plain_modules, unwrapped
 from ..core.ticket import Ticket
 from .index_maps import Computed, Whole
-from .outputs import Output, state_of_adapter
+from .outputs import Output, is_adapted, state_of_adapter
 
 __all__: list[str] = []
 
@@ -58,17 +56,43 @@ class _ReadTogether(NamedTuple):
 
 
 class _Reading:
-    """A chunk in memory of the reader's, `memory`, or in a full buffer that is there already."""
+    """How a chunk is read and, from `start` to `end`, where."""
 
-    def __init__(self, state: LayerState, chunk: Chunk, memory: Tensor | None) -> None:
-        self._state, self._chunk, self.memory = state, chunk, memory
+    full: Tensor
+
+    def __init__(self, state: LayerState, chunk: Chunk, dtype: torch.dtype, *, alone: bool) -> None:
+        """`alone`: for one group of tensors."""
+        self._state, self._chunk, self.alone = state, chunk, alone
+        self._dtype = dtype
+        self.found = False  # in the chunk's full buffer, which is there already
+        self.begun = False
         self._ticket: Ticket | None = None
-        if memory is None:
-            self.full = chunk.full.tensor
+
+    @property
+    def nbytes(self) -> int:
+        """So many that a tensor of any dtype may begin behind it."""
+        nbytes = self._chunk.layout.padded_numel * self._dtype.itemsize
+        return 0 if self.found else -(-nbytes // _ALIGNED) * _ALIGNED
+
+    @property
+    def may_be_found(self) -> bool:
+        """Whether the full buffer stays from step to step, as what is read here."""
+        chunk, full = self._chunk, self._chunk.full.tensor
+        its = self._state.stays(chunk) and not (chunk.resident or chunk.wire.rounds(chunk))
+        return its and full.dtype == self._dtype
+
+    def gives(self, dtype: torch.dtype) -> bool:
+        """Whether it is read in that dtype, into memory that is not the model's."""
+        return not self.found and not self._chunk.read_only and self._dtype == dtype
+
+    def start(self, memory: Tensor) -> None:
+        self.begun = True
+        if self.found:
+            self.full = self._chunk.full.tensor
         else:
-            numel = chunk.layout.padded_numel
-            self.full = memory[: numel * chunk.shard.dtype.itemsize].view(chunk.shard.dtype)
-            self._ticket = state.read(chunk, self.full)
+            numel = self._chunk.layout.padded_numel
+            self.full = memory[: numel * self._dtype.itemsize].view(self._dtype)
+            self._ticket = self._state.read(self._chunk, self.full)
 
     def wait(self) -> None:
         if self._ticket is not None:
@@ -77,10 +101,9 @@ class _Reading:
             self._chunk.store.rest(self._chunk.shard.data)
             self._state.settle()
 
-
-def _nbytes(chunk: Chunk) -> int:
-    """So many that a tensor of any dtype may begin behind it."""
-    return -(-chunk.layout.padded_numel * chunk.shard.dtype.itemsize // _ALIGNED) * _ALIGNED
+    def end(self) -> None:
+        self.begun = False
+        del self.full
 
 
 class WeightWalk:
@@ -107,18 +130,22 @@ class WeightWalk:
         self._contents, self._read, self._encoder = contents, read, encoder
         self._adapted = _that_merge(adapted)
         self._sharded = {id(s.sites.parameter): s for o in contents.states for s in o.parameters}
-        self._states = {chunk: state for state in contents.states for chunk in state.chunks}
+        states = {chunk: state for state in contents.states for chunk in state.chunks}
         groups: dict[tuple[int, ...], list[Output]] = {}
         for output in outputs:
             chunks = {s.chunk for s in self._sources([output])}
-            numbers = sorted({contents.states.index(self._states[chunk]) for chunk in chunks})
+            numbers = sorted({contents.states.index(states[chunk]) for chunk in chunks})
             alone = sorted(id(chunk) for chunk in chunks if chunk.in_part)
             groups.setdefault((*numbers, -1, *alone), []).append(output)
         self._groups = [_ReadTogether(group, self._chunks_of(group)) for group in groups.values()]
         self.outputs = [output for group in self._groups for output in group.outputs]
-        self._uses = Counter(chunk for group in self._groups for chunk in group.chunks)
-        self._found: frozenset[Chunk] = frozenset()
-        self._readings: dict[Chunk, _Reading] = {}
+        self._used = Counter(name for output in self.outputs for name in output.index_map.sources)
+        uses = Counter(chunk for group in self._groups for chunk in group.chunks)
+        self._readings = {
+            chunk: _Reading(states[chunk], chunk, dtype, alone=uses[chunk] == 1)
+            for chunk, dtype in self._read_in(uses).items()
+        }
+        self._try_merging()
         self._memory: dict[int, Tensor] = {}  # of readings, one after another, by their turn
         self._others: dict[str, Tensor] = {}  # buffers, flat, of the present group
         # by id of the parameter: values of the present tensor, and what is merged where it is read
@@ -133,41 +160,66 @@ class WeightWalk:
     def _chunks_of(self, outputs: list[Output]) -> list[Chunk]:
         needed = {id(s.sites.parameter) for s in self._sources(outputs)}
         for module in self._merging_into(needed):
-            if any(id(p) not in self._sharded for p in _targets(module)):
+            if any(id(p) not in self._sharded for p in _base_of(module).values()):
                 raise ValueError(
                     f"the adapters of a {type(module).__name__} can't be merged: the policy leaves "
                     "parameters of its base alone (ignored)"
                 )
-            needed |= {id(p) for p in _all_parameters(module)}
+            needed |= {id(p) for p in _parameters_in(module).values()}
         found = [self._sharded[each] for each in self._sharded if each in needed]
         if empty := [s.sites.name for s in found if s.index in s.chunk.unloaded]:
             raise RuntimeError(f"{named(empty)} have no values yet (meta device): load them before")
         return list(dict.fromkeys(sharded.chunk for sharded in found))
 
     def _merging_into(self, parameters: set[int]) -> list[Any]:
-        return [m for m in self._adapted if any(id(p) in parameters for p in _targets(m))]
+        return [m for m in self._adapted if any(id(p) in parameters for p in _base_of(m).values())]
+
+    def _read_in(self, chunks: Iterable[Chunk]) -> dict[Chunk, torch.dtype]:
+        """The dtype of each chunk's tensors in the end, if it is one and no longer: fewer bytes
+        travel, and nobody casts. What peft computes with is read as it is stored.
+        """
+        computes = {id(p) for module in self._adapted for p in _parameters_in(module).values()}
+        found: dict[Chunk, set[torch.dtype]] = {chunk: set() for chunk in chunks}
+        for output in self.outputs:
+            for sharded in self._sources([output]):
+                exact = isinstance(output.index_map, Computed)
+                exact |= id(sharded.sites.parameter) in computes or sharded.chunk.read_only
+                found[sharded.chunk].add(sharded.chunk.shard.dtype if exact else output.dtype)
+        for chunk, dtypes in found.items():
+            if len(dtypes) > 1 or any(d.itemsize > chunk.shard.dtype.itemsize for d in dtypes):
+                found[chunk] = {chunk.shard.dtype}
+        return {chunk: next(iter(dtypes), chunk.shard.dtype) for chunk, dtypes in found.items()}
+
+    def _try_merging(self) -> None:
+        """Each kind of module is merged once, with numbers of no meaning. So what peft refuses is
+        known to all ranks before the first gather.
+        """
+        used = {id(s.sites.parameter) for s in self._sources(self.outputs)}
+        kinds = {_kind_of(module): module for module in self._merging_into(used)}
+        for module in kinds.values():
+            ids = self._sharded.keys() & map(id, _parameters_in(module).values())
+            _merged(module, {each: _any_numbers(self._sharded[each]) for each in ids})
+
+    @property
+    def layers(self) -> list[list[Output]]:
+        """Tensors that are read together."""
+        return [group.outputs for group in self._groups]
 
     # -- the walk
 
     def stays(self) -> list[Chunk]:
-        """Chunks whose full buffers stay from step to step, in the dtype of what is stored: they
-        need no gather, unless a rank has changed its chunk, or has no full buffer now.
+        """Chunks that need no gather, unless a rank has changed its chunk, or has no full buffer
+        now.
         """
-        return [
-            chunk
-            for chunk in self._uses
-            if self._states[chunk].stays(chunk)
-            and chunk.full.tensor.dtype == chunk.shard.dtype
-            and not (chunk.resident or chunk.wire.rounds(chunk))
-        ]
+        return [chunk for chunk, reading in self._readings.items() if reading.may_be_found]
 
     def find(self, chunks: Iterable[Chunk]) -> None:
         """These are found in their full buffers."""
-        self._found = frozenset(chunks)
+        for chunk in chunks:
+            self._readings[chunk].found = True
 
     def tensors(self, ahead: int = 0) -> Iterator[Walked]:
         """Yields each tensor. `ahead`: how many layers are gathered beside the present one."""
-        uses = Counter(name for output in self.outputs for name in output.index_map.sources)
         last = {chunk: n for n, group in enumerate(self._groups) for chunk in group.chunks}
         for number, group in enumerate(self._groups):
             self._start(number, 1 + ahead)
@@ -178,29 +230,27 @@ class WeightWalk:
                     self._start(following, 1 + ahead)
             self._others = self._received(group.outputs)
             for output in group.outputs:
-                used_once = all(uses[name] == 1 for name in output.index_map.sources)
-                as_read = partial(self._as_read, output, used_once)
-                yield Walked(output, partial(self._fill, output), as_read)
+                yield Walked(output, partial(self._fill, output), partial(self._as_read, output))
             self._values.clear()
             self._others.clear()
             for chunk in group.chunks:
                 if last[chunk] == number:
-                    del self._readings[chunk]
+                    self._readings[chunk].end()
         self._memory.clear()
 
     def _start(self, number: int, turns: int) -> None:
         """`turns`: how many layers are read at the same time. They take turns with memory."""
         start = 0
-        for chunk in self._groups[number].chunks:
-            if chunk in self._readings:
+        for reading in (self._readings[chunk] for chunk in self._groups[number].chunks):
+            if reading.begun:
                 continue
-            memory = None
-            if chunk not in self._found and self._uses[chunk] > 1:
-                memory = torch.empty(_nbytes(chunk), dtype=torch.uint8, device=chunk.device)
-            elif chunk not in self._found:
-                memory = self._memory_of(number, turns)[start : start + _nbytes(chunk)]
-                start += _nbytes(chunk)
-            self._readings[chunk] = _Reading(self._states[chunk], chunk, memory)
+            if reading.alone:
+                memory = self._memory_of(number, turns)[start:]
+                start += reading.nbytes
+            else:
+                device = self._contents.device
+                memory = torch.empty(reading.nbytes, dtype=torch.uint8, device=device)
+            reading.start(memory)
 
     def _memory_of(self, number: int, turns: int) -> Tensor:
         """For the chunks that are read for a group alone. It is made once, and large enough for
@@ -210,7 +260,11 @@ class WeightWalk:
         turn = self._turn(number, turns)
         if turn not in self._memory:
             sizes = [
-                sum(_nbytes(c) for c in group.chunks if self._uses[c] == 1 and c not in self._found)
+                sum(
+                    self._readings[chunk].nbytes
+                    for chunk in group.chunks
+                    if self._readings[chunk].alone
+                )
                 for other, group in enumerate(self._groups)
                 if self._turn(other, turns) == turn
             ]
@@ -236,16 +290,38 @@ class WeightWalk:
 
     # -- one tensor
 
-    @torch.no_grad()
-    def _as_read(self, output: Output, used_once: bool) -> Tensor | None:
+    def in_place(self, together: Iterable[Sequence[Output]]) -> set[str]:
+        """Of tensors that are asked for together, the names of those that stay where they were read
+        until the walk goes on from the last one.
+        """
+        numbers = {o.name: number for number, g in enumerate(self._groups) for o in g.outputs}
+        return {
+            output.name
+            for outputs in together
+            for output in outputs
+            if numbers[output.name] == numbers[outputs[-1].name]
+            and self._is_as_read(output, dequantised=False)
+        }
+
+    def _is_as_read(self, output: Output, *, dequantised: bool) -> bool:
+        """Whether its elements lie side by side, in its dtype, in memory that is not the model's.
+        `dequantised`: also in memory that is made for them.
+        """
         known, name = self._contents, output.index_map.sources[0]
-        if not (used_once and isinstance(output.index_map, Whole)):
+        if not isinstance(output.index_map, Whole) or self._used[name] > 1:
+            return False
+        if name in known.others:
+            return known.dtype(name) == output.dtype
+        chunk = known.parameters[name].chunk
+        if chunk.read_only and dequantised:
+            return known.dtype(name) == output.dtype
+        return self._readings[chunk].gives(output.dtype)
+
+    @torch.no_grad()
+    def _as_read(self, output: Output) -> Tensor | None:
+        if not self._is_as_read(output, dequantised=True):
             return None
-        sharded = known.parameters.get(name)
-        is_own = sharded is None or sharded.chunk not in self._found or sharded.chunk.read_only
-        return (
-            self._values_of(output)[name] if is_own and known.dtype(name) == output.dtype else None
-        )
+        return self._values_of(output)[output.index_map.sources[0]]
 
     @torch.no_grad()
     def _fill(self, output: Output, out: Tensor, start: int = 0) -> None:
@@ -294,62 +370,64 @@ class WeightWalk:
         modules = self._merging_into(parameters)
         if not modules:
             return
-        targets = {id(p) for module in modules for p in _targets(module)}
-        everything = {id(p) for module in modules for p in _all_parameters(module)}
+        targets = {id(p) for module in modules for p in _base_of(module).values()}
+        everything = {id(p) for module in modules for p in _parameters_in(module).values()}
         values = {each: self._value(each) for each in everything & self._sharded.keys()}
-        in_place = {each for each in targets - self._merged if self._is_writable(each)}
+        in_place = {
+            each
+            for each in targets - self._merged
+            if (chunk := self._sharded[each].chunk) in self._readings
+            and self._readings[chunk].gives(chunk.shard.dtype)
+        }
         for each in targets - in_place:
             if not self._sharded[each].chunk.read_only:
                 values[each] = values[each].clone()
-        with shown((self._sharded[each].sites, value) for each, value in values.items()):
-            for module in modules:
-                _merge(module)
-            after = {each: self._sharded[each].sites.data() for each in targets}
+        before = dict(values)
+        for module in modules:
+            values |= _merged(module, values)
         for each in in_place:
-            if after[each].data_ptr() != values[each].data_ptr():
-                values[each].copy_(after[each])
+            if values[each].data_ptr() != before[each].data_ptr():
+                before[each].copy_(values[each])
         self._merged |= in_place
-        self._values |= {each: after[each] for each in targets - self._merged}
-
-    def _is_writable(self, parameter: int) -> bool:
-        chunk = self._sharded[parameter].chunk
-        return self._readings[chunk].memory is not None and not chunk.read_only
+        self._values |= {each: values[each] for each in targets - self._merged}
 
     def _computed(self, output: Output) -> Tensor:
         """By peft, on a copy of the modules: those of the model would fetch their layers."""
         model, adapter = self._encoder
-        copies: dict[nn.Module, nn.Module] = {}
-        copy = twin(model, copies)
-        for module in plain_modules(model.prompt_encoder[adapter]):
-            for name, parameter in parameters_of(module):
-                if parameter is not None:
-                    value = self._value(id(parameter))
-                    copies[module]._parameters[name] = nn.Parameter(value, requires_grad=False)
+        copy = _copy_with(model, model.prompt_encoder[adapter], lambda p: self._value(id(p)))
         return state_of_adapter(copy, adapter, {})[output.name].flatten()
 
 
-@contextmanager
-def shown(values: Iterable[tuple[ParameterSites, Tensor]]) -> Iterator[None]:
-    """Context in which released parameters are ordinary ones, with these values."""
-    before: list[tuple[ParameterSites, Tensor]] = []
-    try:
-        for sites, value in values:
-            before.append((sites, sites.data()))
-            sites.show(value)
-        yield
-    finally:
-        for sites, data in before:
-            sites.hide(data)
+def _copy_with(
+    model: nn.Module, inside: nn.Module, value_of: Callable[[nn.Parameter], Tensor]
+) -> Any:
+    """A copy of the model's modules, which peft may write into: it notes what it has merged, keeps
+    weights, and swaps modules. Those inside of `inside` have values.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    root = twin(model, copies)
+    for module in plain_modules(inside):
+        attributes = vars(copy := copies[module])
+        attributes |= {
+            k: v.copy() for k, v in attributes.items() if isinstance(v, (dict, list, set))
+        }
+        copy._buffers.update(module._buffers)
+        for name, parameter in parameters_of(module):
+            if parameter is not None:
+                copy._parameters[name] = nn.Parameter(value_of(parameter), requires_grad=False)
+    return root
 
 
 def _that_merge(modules: Iterable[Any]) -> list[Any]:
-    found = [m for m in modules if hasattr(m, "get_base_layer") and hasattr(m, "merged_adapters")]
+    found = [module for module in modules if is_adapted(module)]
     for module in found:
         merge = getattr(type(module), "merge", None)
         if getattr(merge, "__qualname__", "BaseTunerLayer.merge") == "BaseTunerLayer.merge":
             raise ValueError(
                 f"the adapters of a {type(module).__name__} can't be merged: it has no merge"
             )
+    inside = {id(inner) for m in found for inner in plain_modules(m.get_base_layer())}
+    found = [module for module in found if id(module) not in inside]  # the outer one merges both
     if any(module.merged_adapters for module in found):
         raise ValueError(
             "adapters are merged into the model already (merge_adapter): take that back first "
@@ -358,27 +436,38 @@ def _that_merge(modules: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _merge(module: Any) -> None:
-    """peft merges, and has nothing to note of it afterwards, nor after an error."""
-    caches = vars(module).get("_caches", {})  # of weights' norms
-    before = dict(caches)
-    try:
-        type(module).merge(module)
-    finally:
-        module.merged_adapters.clear()
-        caches.clear()
-        caches.update(before)
+@torch.no_grad()
+def _merged(module: Any, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """What peft makes of the base's parameters. Values are by the parameters' ids."""
+    ids = {place: id(parameter) for place, parameter in _base_of(module).items()}
+    copy = _copy_with(module, module, lambda p: values.get(id(p), p))
+    copy.merge()
+    return {ids[place]: p.data for place, p in _base_of(copy).items() if place in ids}
 
 
-def _targets(module: Any) -> list[nn.Parameter]:
-    """The parameters that the module's adapters are merged into."""
-    return [p for _, p in parameters_of(module.get_base_layer()) if p is not None]
+def _kind_of(module: Any) -> str:
+    """A text that is the same if peft merges in the same way: options show in shapes."""
+    classes = type(module), type(unwrapped(module.get_base_layer()))
+    shapes = [tuple(parameter.shape) for parameter in _parameters_in(module).values()]
+    return f"{classes} {shapes} {module.active_adapters}"
 
 
-def _all_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [
-        parameter
-        for inner in plain_modules(module)
-        for _, parameter in parameters_of(inner)
+def _any_numbers(sharded: ShardedParameter) -> Tensor:
+    """In the parameter's shape, and the dtype in which it is merged."""
+    shape, chunk = sharded.stand_in.shape, sharded.chunk
+    dtype = sharded.stand_in.dtype if chunk.read_only else chunk.shard.dtype
+    return torch.linspace(0.1, 1, shape.numel(), dtype=dtype, device=chunk.device).view(shape)
+
+
+def _base_of(module: Any) -> dict[tuple[int, str], nn.Parameter]:
+    """The parameters that the module's adapters are merged into, by their places."""
+    return _parameters_in(module.get_base_layer())
+
+
+def _parameters_in(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+    return {
+        (number, name): parameter
+        for number, inner in enumerate(plain_modules(module))
+        for name, parameter in parameters_of(inner)
         if parameter is not None
-    ]
+    }

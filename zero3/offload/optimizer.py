@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..comm.agreement import agreeing
+from ..core.collectives import Use
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import check_process
 from ..optim.several import members_of
@@ -106,6 +107,7 @@ def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | No
     ):
         return None
     check_process(states)
+    states[0].conductor.conduct(Use(states[0], "offload_optimizer"))
     with agreeing(states[0].communicator, states[0].device, "offload_optimizer"):
         if "step" in vars(optimizer):
             raise ValueError(

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import finalize
 
 import torch
@@ -148,21 +148,9 @@ def _check(states: Sequence[LayerState], members: Sequence[Any]) -> None:
         )
 
 
-class _ParkingPlace(Protocol):
-    """Where memory rests."""
-
-    def takes(self, memory: Tensor) -> bool: ...
-
-    def put(self, memories: Sequence[MovableMemory]) -> None:
-        """Copies them. Nothing of them changes."""
-        ...
-
-    def fetch(self, memories: Sequence[MovableMemory]) -> None:
-        """Copies them back, in the same order."""
-        ...
-
-
 class _HostCopies:
+    """Where memory rests: `put` copies it, and `fetch` copies it back in the same order."""
+
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
 
@@ -214,7 +202,7 @@ def _pieces(memories: Iterable[MovableMemory]) -> Iterator[tuple[int, Tensor]]:
             place += piece.numel()
 
 
-def _place_for(to: object) -> _ParkingPlace:
+def _place_for(to: object) -> _HostCopies | _ParkingFile:
     if not isinstance(to, str | os.PathLike):
         raise TypeError(f"parked(to={to!r}): expected 'cpu' or a directory")
     return _HostCopies() if to == "cpu" else _ParkingFile(os.path.abspath(to))
@@ -237,7 +225,7 @@ class _Away:
     """
 
     def __init__(
-        self, states: Sequence[LayerState], members: Iterable[Any], rest: _ParkingPlace
+        self, states: Sequence[LayerState], members: Iterable[Any], rest: _HostCopies | _ParkingFile
     ) -> None:
         chunks = [chunk for state in states for chunk in state.chunks]
         parts = [part.parameter for chunk in chunks for part in chunk.parts]
