@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -30,23 +29,26 @@ def test_every_policy_field_and_public_name_has_a_row_of_costs_or_is_said_to_hav
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_of_costs_is_whole_and_its_tests_say_the_name(name: str) -> None:
     cells = [cell.strip() for cell in row_of(TEXT, name).strip("| ").split(" | ")]
-    assert len(cells) == 9 and all(cells)
-    assert cells[7] in ("0.1.0", "next"), "a version that the changelog has"
-    tests = re.findall(r"`(tests/[\w/]+\.py)`", cells[8])
+    assert len(cells) == 8 and all(cells)
+    assert re.search(r"^\d.*; (0\.1\.0|next)$", cells[6]), "lines of yours, and a version that the changelog has"
+    tests = re.findall(r"`(tests/[\w/]+\.py)`", cells[7])
     assert tests and re.search(rf"\b{name.partition('=')[0]}\b", "".join((ROOT / test).read_text() for test in tests))
 
 
 def test_what_is_new_is_in_the_changelogs_newest_section() -> None:
     unreleased = (ROOT / "CHANGELOG.md").read_text().partition("\n## 0.1.0")[0]
     for name in ROWS:
-        if "| next |" in row_of(TEXT, name):
+        if "; next |" in row_of(TEXT, name):
             assert f"`{name}" in unreleased or f"{name}=" in unreleased, name
 
 
 def same(names: list[str]) -> None:
-    found = measured(names)
-    counted = slice(None if sys.version_info[:2] == (3, 11) else 3)  # other versions of Python have other frames for comprehensions
-    assert {name: cells_of(TEXT, name)[counted] for name in names} == {name: cells[counted] for name, cells in found.items()}
+    """Bytes and transfers exactly. The host's calls nearly: they change with each edit of the package, and with Python's version."""
+    for name, cells in measured(names).items():
+        written_here = cells_of(TEXT, name)
+        assert written_here[:3] == cells[:3], name
+        here, now = (float(each.strip("%+")) for each in (written_here[3], cells[3]))
+        assert abs(here - now) <= max(6.0, 0.15 * abs(now)), f"{name}: {now} %, the page says {here}. Run the page's command"
 
 
 def test_figures_of_costs_are_those_of_the_command() -> None:
