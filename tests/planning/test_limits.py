@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import sys
 from dataclasses import replace
 from itertools import accumulate
@@ -274,6 +276,12 @@ def test_a_plan_tells_a_terminal_what_it_is_at(capsys: pytest.CaptureFixture[str
     assert lines[-1] == "", "the line is empty again"
     plan.compare([zero3.ShardingPolicy(prefetch_depth=2)])
     assert "ShardingPolicy(prefetch_depth=2)" in capsys.readouterr().err
+
+
+def test_a_plan_in_a_notebook_has_the_rows_of_its_table() -> None:
+    plan = plan_of(Case("T5", batch=1, sequence=4), 2, memory="24 gb")
+    cells = re.findall(r"<(?:td|caption)[^>]*>([^<]*)<", plan._repr_html_())
+    assert "".join(str(plan).split()) == "".join(html.unescape("".join(cells)).split())
 
 
 def test_other_sizes_are_what_they_say() -> None:

@@ -41,6 +41,10 @@ STEADY = 3
 OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+def _ignore(*_: object) -> None:
+    return None
+
+
 class Trace:
     """A sharded model without values, and its optimizer, on rank `rank` of `ranks`. `replicas`: so
     many of them hold the same chunk. `parts`: so many hold parts of the same sequences.
@@ -60,7 +64,7 @@ class Trace:
         layers: Layers = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
         accumulating: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
-        tell: Callable[[str], object] = len,
+        tell: Callable[[str], object] = _ignore,
     ) -> None:
         """`accumulating`: around all micro-batches of a step but the last. `tell`: hears of each
         step.
@@ -374,10 +378,6 @@ def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
 
 def _full_nbytes(chunk: Chunk) -> int:
     return chunk.full_nbytes
-
-
-def _ignore(*_: object) -> None:
-    return None
 
 
 def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:
