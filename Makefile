@@ -32,7 +32,7 @@ pytest = $(if $(ARGS),$(PYTEST) $(1) $(ARGS),parts=$$(mktemp -d); \
 STAMPS := examples tests dev docs trl package deepspeed low-bit
 
 .DEFAULT_GOAL := help
-.PHONY: help install first-part second-part third-part finetune sft test test-all deepspeed low-bit optimizers lint types docs site package soak mutants versions clean
+.PHONY: help install first-part second-part third-part finetune sft test test-all deepspeed low-bit notebook trackers optimizers lint types docs site package soak mutants versions clean
 .NOTPARALLEL:  # two installations would get in each other's way
 
 help:  ## show this list
@@ -62,7 +62,13 @@ deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests
 	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/guards/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
 
 low-bit: $(VENV)/.examples $(VENV)/.tests $(VENV)/.low-bit  ## run the tests of quantised weights, and of 8-bit and 4-bit optimizers, with bitsandbytes and torchao installed
-	PYTHONPATH=$(LOW_BIT):$$PYTHONPATH $(BIN)/python -m pytest $(if $(SLOW),--slow-part $(SLOW)) tests/optim/test_low_bit.py tests/examples/test_finetune_low_bit.py tests/quantized/test_bitsandbytes.py tests/quantized/test_operations.py tests/quantized/test_loading_codes.py $(ARGS)
+	PYTHONPATH=$(LOW_BIT):$$PYTHONPATH $(BIN)/python -m pytest $(if $(SLOW),--slow-part $(SLOW)) tests/optim/test_low_bit.py tests/examples/test_finetune_low_bit.py tests/quantized/test_bitsandbytes.py tests/quantized/test_operations.py tests/quantized/test_loading_codes.py tests/quantized/test_other_libraries.py $(ARGS)
+
+notebook: $(VENV)/.examples $(VENV)/.tests $(VENV)/.notebook  ## run the quick start's notebook by nbconvert, which the other tests do without
+	JUPYTER_PATH=$(CURDIR)/$(VENV)/notebook/share/jupyter PYTHONPATH=$(CURDIR)/$(VENV)/notebook:$$PYTHONPATH $(BIN)/python -m pytest tests/docs/test_notebook.py $(ARGS)
+
+trackers: $(VENV)/.examples $(VENV)/.tests $(VENV)/.trackers  ## run the tests of report_to with tensorboard and wandb, offline
+	PYTHONPATH=$(CURDIR)/$(VENV)/trackers:$$PYTHONPATH $(BIN)/python -m pytest tests/integrations/test_trackers.py $(ARGS)
 
 optimizers: $(VENV)/.examples $(VENV)/.tests $(VENV)/.low-bit  ## print which optimizers are exact, and what to give them: docs/optimizers.md's table
 	@PYTHONPATH=$(LOW_BIT):$$PYTHONPATH $(BIN)/python -m tests.support.optimizers
@@ -125,6 +131,18 @@ $(VENV)/.deepspeed: $(VENV)/.tests
 	@echo "Installing DeepSpeed into $(VENV)/deepspeed"
 	@$(PIP) --no-build-isolation --upgrade --target $(VENV)/deepspeed --no-deps deepspeed einops hjson msgpack ninja py-cpuinfo
 	@$(BIN)/python -c 'import sys; sys.path.insert(0, "$(VENV)/deepspeed"); import deepspeed' > $@.log 2>&1 || { cat $@.log; exit 1; }
+	@touch $@
+
+# Likewise: nbconvert brings forty packages, of which none is for the other tests.
+$(VENV)/.notebook: $(VENV)/.tests
+	@echo "Installing nbconvert and ipykernel into $(VENV)/notebook"
+	@$(PIP) --upgrade --target $(VENV)/notebook nbconvert ipykernel
+	@touch $@
+
+# Likewise: transformers would report to what it finds.
+$(VENV)/.trackers: $(VENV)/.tests
+	@echo "Installing tensorboard and wandb into $(VENV)/trackers"
+	@$(PIP) --upgrade --target $(VENV)/trackers tensorboard wandb
 	@touch $@
 
 # Likewise: peft and transformers would import them, which takes seconds in each process.

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "zero3"
 
 # The house from the ground up. A room is a folder, or a file at the package's top; it imports from rooms on lower floors alone.
 FLOORS = (
-    {"comm", "quantized", "scratch"},
+    {"comm", "quantized", "scratch", "tables"},
     {"policy"},
     {"core"},
     {"experts", "guards", "stores", "wires", "stages", "faces", "conductors", "pinning"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -87,9 +88,14 @@ def test_inspect_shows_its_progress_at_a_terminal(
     shown = capsys.readouterr().err
     assert "verifying:   0%" in shown and shown.endswith("\r"), "it leaves the line empty"
     monkeypatch.setitem(sys.modules, "tqdm", None)
+    if importlib.util.find_spec("rich") is not None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        assert main(["inspect", str(llama[0]), "--verify"]) == 0
+        assert "verifying" in capsys.readouterr().err, "rich's"
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert main(["inspect", str(llama[0]), "--verify"]) == 0
-    assert capsys.readouterr().err == "", "without tqdm"
+    assert capsys.readouterr().err == "", "without tqdm and rich"
 
 
 def test_export_of_odd_tensors(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import re
+import sys
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -232,9 +235,53 @@ def test_a_layer_computes_on_meta_for_plans_alone() -> None:
 @pytest.mark.parametrize("card", [16, 24, 32, 40, 48, 80, 96, 141, 192])
 def test_memory_of_a_card_is_what_it_offers(card: int) -> None:
     """Less than so many GiB, and named in the output; GiB are exact, and other GB are said to be 10^9 bytes."""
-    for text in (f"{card}GB", f" {card} GB "):
+    for text in (f"{card}GB", f" {card} GB ", f"{card}G", f"{card} gb"):
         assert 0.88 * card < parse_bytes(text, "memory") / 2**30 <= card and meant(text) == f"what a card of {card} GB offers"
     assert parse_bytes(f"{card}GiB", "memory") == card * 2**30 and meant(f"{card}GiB") == meant(card * 10**9) == ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtypes"),
+    [
+        ((), {"masters": "float32", "compute": "float32", "reduction": "float32"}),
+        (
+            (("param_dtype", torch.bfloat16), ("reduce_format", zero3.Int8())),
+            {"masters": "float32", "compute": "bfloat16", "reduction": zero3.Int8().name},
+        ),
+    ],
+    ids=["as they are", "mixed"],
+)
+def test_plan_says_the_dtypes_of_masters_compute_and_reduction(policy: tuple[tuple[str, Any], ...], dtypes: dict[str, str]) -> None:
+    plan = plan_of(Case("T5", batch=1, sequence=4, policy=policy), 2)
+    assert plan.dtypes == plan.as_dict()["dtypes"] == dtypes
+    (row,) = [line.split(None, 1)[1] for line in str(plan).splitlines() if line.startswith("  dtypes ")]
+    assert row == "; ".join(f"{what} {kind}" for what, kind in dtypes.items())
+
+
+def test_plan_says_what_is_frozen_and_in_which_dtype_adapters_compute() -> None:
+    plan = zero3.plan(
+        model_of(Case()), ranks=2, batch=1, sequence=8, device="cpu", lora=2, policy=zero3.ShardingPolicy(quantize=zero3.NF4())
+    )
+    assert plan.dtypes["masters"] == "float32" and zero3.NF4().name in plan.dtypes["frozen"] and plan.dtypes["compute"] == "float32"
+
+
+def test_a_plan_tells_a_terminal_what_it_is_at(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("T5", batch=1, sequence=4)
+    plan_of(case, 2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    plan = plan_of(case, 2)
+    lines = capsys.readouterr().err.split("\r\033[K")
+    assert any("2 ranks, ShardingPolicy()" in line for line in lines) and any("micro-batches of 1 x 4 tokens" in line for line in lines)
+    assert lines[-1] == "", "the line is empty again"
+    plan.compare([zero3.ShardingPolicy(prefetch_depth=2)])
+    assert "ShardingPolicy(prefetch_depth=2)" in capsys.readouterr().err
+
+
+def test_a_plan_in_a_notebook_has_the_rows_of_its_table() -> None:
+    plan = plan_of(Case("T5", batch=1, sequence=4), 2, memory="24 gb")
+    cells = re.findall(r"<(?:td|caption)[^>]*>([^<]*)<", plan._repr_html_())
+    assert "".join(str(plan).split()) == "".join(html.unescape("".join(cells)).split())
 
 
 def test_other_sizes_are_what_they_say() -> None:
@@ -263,7 +310,16 @@ def test_plan_advises_quantize_for_what_quantize_selects() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("24GiB", 24 * 2**30), ("81GB", 81 * 10**9), ("80.0GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), (512, 512), ("512", 512), ("7kB", 7000)],
+    [
+        ("24GiB", 24 * 2**30),
+        ("81GB", 81 * 10**9),
+        ("80.0GB", 80 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        (512, 512),
+        ("512", 512),
+        ("7kB", 7000),
+        ("24gib", 24 * 2**30),
+    ],
 )
 def test_bytes_are_read_as_people_write_them(text: str | int, nbytes: int) -> None:
     assert parse_bytes(text, "memory") == nbytes

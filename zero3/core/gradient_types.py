@@ -96,10 +96,10 @@ class ShardGradient(Tensor):
     @classmethod
     def _before_norm(cls, caller: FrameType | None) -> None:
         raise RuntimeError(
-            "a norm of a chunk's gradient is that of one rank's slice, different on every rank: "
-            "use zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, "
-            "float('inf')) to read the global norm; zero3.parameter_norms(model) for those of "
-            "parameters. (The slice's own norm: chunk.grad.as_subclass(torch.Tensor).norm().)"
+            "this is the norm of one rank's slice of a gradient, and every rank gets another: use "
+            "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, "
+            "float('inf')) to read the global norm; zero3.parameter_norms(model) for each "
+            "parameter's norm. (The slice's own: chunk.grad.as_subclass(torch.Tensor).norm().)"
         )
 
     @classmethod
@@ -298,9 +298,9 @@ def accumulate_beside(
         gradients = layer()
         if gradients is not None and gradients.holds:
             raise NotReducedError(
-                "a gradient flows straight into a chunk inside zero3.step_guard, as that of a "
-                "penalty over model.parameters() does, and the guard could not take it back: run "
-                "that backward after the guard"
+                "a gradient flows straight into a chunk inside zero3.step_guard (from a "
+                "penalty over model.parameters()?). The guard could not take it back: run that "
+                "backward after the guard"
             )
         if leaf is not None and isinstance(leaf.grad, DeferredGradient):
             if not leaf.grad.zeroed:  # zeroed gradients are not added to

@@ -20,6 +20,7 @@ from ..layer import Zero3Layer, layers_of
 from ..optim.gradients import full_gradients
 from ..policy import ShardingPolicy, dtypes_at_the_edges, gradient_dtype
 from ..shard import shard
+from ..tables import table
 
 __all__: list[str] = []
 
@@ -67,21 +68,29 @@ class CheckReport:
         return self.differences[0].name if self.differences else None
 
     def __str__(self) -> str:
+        lines = [f"  {what} {name}: {off}, {scale}" for what, name, off, scale in self._rows()]
+        return "\n".join([self._verdict() + ":" * bool(lines), *lines, *self._more()])
+
+    def _repr_html_(self) -> str:
+        return table(self._verdict(), self._rows(), notes=self._more())
+
+    def _verdict(self) -> str:
         if not self.differences:
             return (
                 f"sharded and unsharded agree: {self.compared} tensors, at most "
                 f"{self.worst:.1e} of each one's largest value apart"
             )
-        lines = [
-            f"  {d.what} {d.name}: off by {d.largest:.3g}, largest value {d.scale:.3g}"
+        return f"sharded and unsharded differ in {len(self.differences)} of {self.compared} tensors"
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        return [
+            (d.what, d.name, f"off by {d.largest:.3g}", f"largest value {d.scale:.3g}")
             for d in self.differences[:10]
         ]
-        more = f"\n  and {len(self.differences) - 10} more" if len(self.differences) > 10 else ""
-        return (
-            f"sharded and unsharded differ in {len(self.differences)} of {self.compared} tensors:\n"
-            + "\n".join(lines)
-            + more
-        )
+
+    def _more(self) -> list[str]:
+        left = len(self.differences) - 10
+        return [f"  and {left} more"] if left > 0 else []
 
 
 def check(

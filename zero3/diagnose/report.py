@@ -22,6 +22,7 @@ from ..policy import (
 )
 from ..quantized.wire import is_stochastic
 from ..sequences.parts import parts_of
+from ..tables import table
 
 __all__: list[str] = []
 
@@ -108,6 +109,26 @@ class Report:
             f"{experts}{sequences}{''.join(f'{text}. ' for text in self.transfers)}"
             f"{'; '.join(self.policies)}"
         )
+
+    def _repr_html_(self) -> str:
+        chunks = [(f"chunks, {kind}", megabytes(nbytes)) for kind, nbytes in self.chunks.items()]
+        gathered = [(f"gathered as {kind}", megabytes(n)) for kind, n in self.gathered.items()]
+        rows = [
+            ("parameters", f"{self.parameters:,} in {self.layers} layers"),
+            *chunks,
+            ("gradients", megabytes(self.gradients)),
+            ("chunks and gradients rest in", " and ".join(self.rests)),
+            *gathered,
+            ("a step holds, of full parameters, up to", megabytes(self.full_parameters)),
+            ("a step holds, of full gradients, up to", megabytes(self.full_gradients)),
+            ("largest layer", f"{self.largest_layer}, {megabytes(self.largest_layer_bytes)}"),
+        ]
+        if self.root_bytes is not None:
+            rows.append(("the root's own layer", megabytes(self.root_bytes)))
+        if any(self.experts):
+            rows.append(("experts that stay here", "{} of {}".format(*self.experts)))
+        title = f"zero3: rank {self.rank} of {self.world_size}, {self.shards} shards"
+        return table(title, rows, notes=[*self.transfers, *self.policies])
 
 
 def report(model: nn.Module) -> Report:

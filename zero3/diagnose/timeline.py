@@ -12,6 +12,8 @@ from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ..tables import table
+
 __all__: list[str] = []
 
 Phase = Literal["forward", "backward"]
@@ -92,6 +94,9 @@ class LayerProfile:
     def exposed_ms(self) -> float:
         """How many milliseconds the computation waited for the layer's transfers."""
         return self.fetch_wait_ms + self.backup_wait_ms
+
+
+_HEADER = ("layer", "compute", "fetches", "exposed", "backups", "exposed", "MB")
 
 
 class Profile:
@@ -210,28 +215,41 @@ class Profile:
     def __str__(self) -> str:
         width = max([len(layer.label) for layer in self.layers] + [5])
         lines = [
-            f"{'layer':<{width}} {'compute':>9} {'fetches':>7} {'exposed':>8} {'backups':>7} "
-            f"{'exposed':>8} {'MB':>9}"
+            f"{name:<{width}} {compute:>9} {fetches:>7} {waits:>8} {backups:>7} {more:>8} {mb:>9}"
+            for name, compute, fetches, waits, backups, more, mb in [_HEADER, *self._rows()]
         ]
-        lines += [
+        return "\n".join([*lines, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        return table("zero3 profile", self._rows(), _HEADER, self._notes())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
             (
-                f"{layer.label:<{width}} {layer.compute_ms:>7.1f}ms {layer.fetches:>7} "
-                f"{layer.fetch_wait_ms:>6.1f}ms {layer.backups:>7} {layer.backup_wait_ms:>6.1f}ms "
-                f"{layer.nbytes / 1e6:>9.1f}"
+                layer.label,
+                f"{layer.compute_ms:.1f}ms",
+                f"{layer.fetches}",
+                f"{layer.fetch_wait_ms:.1f}ms",
+                f"{layer.backups}",
+                f"{layer.backup_wait_ms:.1f}ms",
+                f"{layer.nbytes / 1e6:.1f}",
             )
             for layer in self.layers
         ]
+
+    def _notes(self) -> list[str]:
         share = self.exposed_ms / 1e3 / self.seconds if self.seconds else 0.0
-        lines.append(
+        return [
             f"{self.seconds:.3f} s, of which computation stood still for transfers "
             f"{self.exposed_ms:.1f} ms ({share:.1%}); received {self.nbytes / 1e6:.1f} MB, at "
-            f"{self.bytes_per_second / 1e6:.0f} MB/s"
-        )
-        lines += [
-            f"{layer}: the busiest rank gets {share:.2f} x the mean of this rank's rows of tokens"
-            for layer, share in self.busiest.items()
+            f"{self.bytes_per_second / 1e6:.0f} MB/s",
+            *(
+                f"{layer}: the busiest rank gets {share:.2f} x the mean of this rank's rows of "
+                "tokens"
+                for layer, share in self.busiest.items()
+            ),
+            *self.advice,
         ]
-        return "\n".join([*lines, *self.advice])
 
     def draw(self, path: str | PathLike[str], begin: float = 0.0, end: float | None = None) -> None:
         """Draws fetch, compute and backup lanes over time.

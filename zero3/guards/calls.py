@@ -97,7 +97,7 @@ def check_requires_grad(computing: LayerState, layers: Iterable[LayerState]) -> 
     )
     raise RuntimeError(
         f"rank {computing.communicator.rank}: layer {computing.label} was to compute with "
-        f"gradients, but requires_grad was changed of {names}. A chunk is trained or frozen as a "
+        f"gradients, but requires_grad has changed for {names}. A chunk is trained or frozen as a "
         "whole. Set requires_grad back before a forward with gradients (peft: leave "
         "disable_adapter(), or set_adapter() the adapter that trains), compute under "
         "torch.no_grad(), choose what trains with zero3.set_trainable(model, select) between two "

@@ -40,9 +40,10 @@ def check_parameters(
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
             raise ValueError(
                 f"parameter {sites.name!r} is a {type(parameter).__name__} (data: "
-                f"{type(parameter.data).__name__}), expected a plain torch.nn.Parameter: "
-                "subclasses hold more than flat values. Convert it before wrapping, or leave it "
-                "out."
+                f"{type(parameter.data).__name__}), expected a plain torch.nn.Parameter: a "
+                "subclass holds more than flat values, such as codes with their scales. Build "
+                "the model of plain parameters. ShardingPolicy(quantize=...) stores frozen ones "
+                "in fewer bits, gather_format=... sends those that train in fewer."
             )
         updated = parameter.dtype if stored is None else stored(parameter.dtype)
         if dtype is not None and parameter.requires_grad and updated != dtype:

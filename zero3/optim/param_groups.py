@@ -242,9 +242,9 @@ def _checked(name: str, answer: Any) -> dict[str, Any]:
 def _check_experts(name: str, answer: Mapping[str, Any], *, shares: int) -> None:
     if "align" in answer:
         raise ValueError(
-            f"param_groups: options({name!r}) returned align={answer['align']}, and it is one of "
-            "experts that stay at home (expert_parallel=True), whose cuts are those of experts: "
-            "leave out align for it"
+            f"param_groups: options({name!r}) returned align={answer['align']}, but it belongs "
+            "to experts that stay at home (expert_parallel=True), and those are cut between "
+            "experts: leave out align for it"
         )
     if answer.get("whole") and shares > 1:
         raise ValueError(

@@ -106,7 +106,7 @@ def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
     if getattr(config, "quantization_config", None) is not None and configured_in(config) is None:
         raise ValueError(
             f"{directory / 'config.json'} asks for a quantization_config that zero3 has no format "
-            "for: take it out, and a plan is that of weights which are not quantised"
+            "for: take it out to plan for weights that are not quantised"
         )
     return model
 

@@ -41,7 +41,7 @@ def plan(
     tile: int | None = None,
 ) -> Plan:
     """Tells what a training step of a Hugging Face model will hold on each rank, before anything is
-    loaded or bought.
+    loaded or bought. While it works, a line on the terminal says what is tried.
 
     The step itself runs: `shard`, the model's forward with `labels=` and without a cache, backward,
     and the optimizer, on the meta device, where tensors have shapes and no values. So no weights
@@ -58,7 +58,8 @@ def plan(
             well.
         memory: The bytes that a rank has, a number or text such as `"24GiB"`. `"80GB"` is a card's
             name, and means what such a card offers: so are 16, 24, 32, 40, 48, 96, 141 and 192 GB.
-            Other GB are 10^9 bytes. None: what fits is not asked.
+            `"80G"` and `"80 gb"` are the same. Other GB are 10^9 bytes. None: what fits is not
+            asked.
         checkpointing: Each block keeps its inputs alone and computes again in backward, without
             reentrance.
         optimizer: A function that makes the optimizer from a list of parameters, such as a class.
@@ -109,7 +110,8 @@ def plan(
         mesh=mesh, rank=rank, master_dtype=master_dtype,
         sequence_parallel=sequence_parallel, chunked_head=chunked_head, tile=tile,
     )  # fmt: skip
-    return _planned(setup, room, cluster, "" if memory is None else meant(memory))
+    with setup.tell.until_over():
+        return _planned(setup, room, cluster, "" if memory is None else meant(memory))
 
 
 def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_meant: str) -> Plan:
@@ -153,5 +155,5 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
         attention=attention, parameters=trace.parameters, trainable=trace.trainable,
         moments=tuple(moments), setup=setup, cluster=cluster,
         after_forward=after_forward, offloaded_bytes=offloaded, memory_meant=memory_meant,
-        unplanned=unplanned(setup.source, trace.unreached),
+        unplanned=unplanned(setup.source, trace.unreached), dtypes=trace.dtypes,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..access import states_of
 from ..policy import ShardingPolicy
+from ..tables import table
 from .cluster import Cluster
 from .ledger import CAUSES, Moment
 from .picture import draw
@@ -81,6 +82,8 @@ class Plan:
             where that is plain.
         unplanned: What the plan leaves out of a model that takes more than text, in words: images,
             sound. Empty: nothing.
+        dtypes: The dtypes or formats of `masters` (what the optimizer updates), of what is
+            `frozen`, of `compute`, and of the `reduction` of gradients.
         moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
         setup: What was planned: the model without values, and the arguments.
         cluster: The cluster that was given.
@@ -105,6 +108,7 @@ class Plan:
     offloaded_bytes: int
     memory_meant: str
     unplanned: str
+    dtypes: Mapping[str, str]
     moments: tuple[Moment, ...] = field(repr=False)
     setup: Any = field(repr=False)
     cluster: Cluster | None = field(repr=False)
@@ -121,7 +125,8 @@ class Plan:
             "attention": dict(self.attention), "parameters": self.parameters, "trainable":
             self.trainable,
             "after_forward": self.after_forward, "offloaded_bytes": self.offloaded_bytes,
-            "memory_meant": self.memory_meant, "unplanned": self.unplanned,
+            "memory_meant": self.memory_meant, "unplanned": self.unplanned, "dtypes":
+            dict(self.dtypes),
         }  # fmt: skip
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
@@ -143,14 +148,8 @@ class Plan:
         """
         if isinstance(policies, ShardingPolicy):
             raise TypeError("policies must be several, such as a list, found one ShardingPolicy")
-        found = []
-        for policy in policies:
-            setup = self.setup.but(policy=policy)
-            trace = setup.trace()
-            peak = trace.peak(setup.batch, setup.sequence, setup.accumulation)
-            seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
-            fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
-            found.append(Comparison(policy, peak, seconds, fits))
+        with self.setup.tell.until_over():
+            found = [self._with(policy) for policy in policies]
         return sorted(
             found,
             key=lambda each: (
@@ -160,6 +159,14 @@ class Plan:
                 each.peak_bytes,
             ),
         )
+
+    def _with(self, policy: ShardingPolicy) -> Comparison:
+        setup = self.setup.but(policy=policy)
+        trace = setup.trace()
+        peak = trace.peak(setup.batch, setup.sequence, setup.accumulation)
+        seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
+        fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
+        return Comparison(policy, peak, seconds, fits)
 
     def watch(self, model: nn.Module) -> None:
         """Warns once if a run of `model` takes over 2 % more or less than was planned, with both
@@ -212,7 +219,14 @@ class Plan:
         draw(self.moments, self.memory, path)
 
     def __str__(self) -> str:
-        return _table(self, self.setup)
+        lines = [
+            f"  {name:<14} {value:>12}  {remark}".rstrip()
+            for name, value, remark in _rows(self, self.setup)
+        ]
+        return "\n".join([_title(self, self.setup), *lines])
+
+    def _repr_html_(self) -> str:
+        return table(_title(self, self.setup), _rows(self, self.setup))
 
 
 def _is_one_of(policy: ShardingPolicy, found: Iterable[ShardingPolicy]) -> bool:
@@ -224,8 +238,10 @@ def _is_one_of(policy: ShardingPolicy, found: Iterable[ShardingPolicy]) -> bool:
     )
 
 
-def _table(plan: Plan, setup: Setup) -> str:
-    """One line for each cause, then what limits, what fits, and what would."""
+_Row = tuple[str, str, str]  # a name, a value, a remark
+
+
+def _title(plan: Plan, setup: Setup) -> str:
     train = (
         "all of them train" if plan.trainable == plan.parameters else f"{plan.trainable:,} train"
     )
@@ -233,9 +249,16 @@ def _table(plan: Plan, setup: Setup) -> str:
     mesh = "" if setup.mesh is None else f" ({setup.mesh[0]} replicas of {setup.mesh[1]} shards)"
     if setup.sequence_parallel > 1:
         mesh += f", parts of sequences over {setup.sequence_parallel} ranks"
-    lines = [
+    return (
         f"{plan.parameters:,} parameters, {train}; rank {setup.rank} of {setup.ranks}{mesh} on "
-        f"{setup.device}; a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}",
+        f"{setup.device}; a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}"
+    )
+
+
+def _rows(plan: Plan, setup: Setup) -> list[_Row]:
+    """One for each cause, then what limits, what fits, and what would."""
+    lines = [
+        _row("dtypes", "", "; ".join(f"{what} {kind}" for what, kind in plan.dtypes.items())),
         *(
             _row(cause.replace("_", " "), gib(plan.by_cause[cause]))
             for cause in CAUSES
@@ -287,10 +310,10 @@ def _table(plan: Plan, setup: Setup) -> str:
                 "a step", "not known", "plans do not know how fast what is offloaded comes and goes"
             )
         )
-    return "\n".join(lines)
+    return lines
 
 
-def _fitting(plan: Plan) -> list[str]:
+def _fitting(plan: Plan) -> list[_Row]:
     if plan.memory is None:
         return []
     left = plan.memory - plan.peak_bytes - plan.unknown[1]
@@ -330,5 +353,5 @@ def _most(plan: Plan) -> str:
     return f"{cause.replace('_', ' ')} ({plan.by_cause[cause] / plan.peak_bytes:.0%})"
 
 
-def _row(name: str, value: str, remark: str = "") -> str:
-    return f"  {name:<14} {value:>12}" + (f"  {remark}" if remark else "")
+def _row(name: str, value: str, remark: str = "") -> _Row:
+    return name, value, remark

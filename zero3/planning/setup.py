@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +57,36 @@ _NCCL = (100 * 2**20, 600 * 2**20)  # buffers of a communicator
 _FRAGMENTED = (0.0, 0.06)  # of the tensors' bytes, in the caching allocator
 
 
+class Telling:
+    """Shows the last thing that it was told, with the seconds since the first. Without a terminal
+    nobody sees it.
+    """
+
+    def __init__(self) -> None:
+        self._shown = False
+        self._began = 0.0
+
+    def __call__(self, doing: str) -> None:
+        if not sys.stderr.isatty():
+            return
+        if not self._shown:
+            self._shown, self._began = True, time.monotonic()
+        self._write(f"zero3 plan, {time.monotonic() - self._began:.0f} s: {doing}"[:110])
+
+    @contextmanager
+    def until_over(self) -> Iterator[None]:
+        """Context, after which the line is empty again."""
+        try:
+            yield
+        finally:
+            if self._shown:
+                self._write("")
+            self._shown = False
+
+    def _write(self, line: str) -> None:
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """A model and how it is trained. Values are checked when it is made."""
@@ -74,6 +108,7 @@ class Setup:
     sequence_parallel: int = 1  # the ranks that hold parts of the same sequences
     chunked_head: bool = False
     tile: int | None = None
+    tell: Telling = field(default_factory=Telling, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -153,6 +188,9 @@ class Setup:
 
     def trace(self) -> Trace:
         """Builds the model on the meta device, and shards it."""
+        checkpoints = ", checkpointing" if self.checkpointing else ""
+        adapters = "" if self.lora is None else ", adapters"
+        self.tell(f"{self.ranks} ranks{checkpoints}{adapters}, {self.policy!r}")
         model = prepare(
             on_paper(self.source),
             lora=self.lora,
@@ -166,7 +204,7 @@ class Setup:
             model, ranks=self.ranks, policy=self.policy, device=self.device,
             optimizer=self.optimizer, rank=self.rank,
             replicas=self.replicas, parts=self.sequence_parallel,
-            loss=chunked_loss_of if chunked else loss_of,
+            loss=chunked_loss_of if chunked else loss_of, tell=self.tell,
         )  # fmt: skip
 
     def seconds(self, trace: Trace, cluster: Cluster) -> float | None:

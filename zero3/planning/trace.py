@@ -23,7 +23,7 @@ from ..core.collectives import Collective, Conductor, Fetch, Gather, Look, Reduc
 from ..core.layer_state import LayerState, accounts_of
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
-from ..policy import ShardingPolicy
+from ..policy import ShardingPolicy, gradient_dtype
 from ..shard import shard
 from .absent import AbsentRanks, Awaited, Issued, SharingRanks
 from .kernels import DeviceKernels, backward, fused_on_meta
@@ -39,6 +39,10 @@ ALLOCATION = 512  # bytes, to which CUDA's caching allocator rounds each tensor 
 # last
 STEADY = 3
 OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _ignore(*_: object) -> None:
+    return None
 
 
 class Trace:
@@ -60,8 +64,11 @@ class Trace:
         layers: Layers = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
         accumulating: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
+        tell: Callable[[str], object] = _ignore,
     ) -> None:
-        """`accumulating`: around all micro-batches of a step but the last."""
+        """`accumulating`: around all micro-batches of a step but the last. `tell`: hears of each
+        step.
+        """
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         kind = AbsentRanks if parts == 1 else partial(SharingRanks, parts=parts)
@@ -97,7 +104,7 @@ class Trace:
         # the most bytes that were alive when a forward of the last measurement had ended
         self.after_forward = 0
         self.model.register_forward_hook(self._after_forward)
-        self._loss, self._accumulating = loss, accumulating
+        self._loss, self._accumulating, self._tell = loss, accumulating, tell
         self._peaks: dict[tuple[int, int, int], int] = {}
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
 
@@ -120,6 +127,24 @@ class Trace:
         return any(
             chunk.shard.requires_grad for state, chunk in self._chunks if state is not self._root
         )
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Those, or the formats, of what the optimizer updates, of what is frozen, of computation,
+        and of the reduction of gradients.
+        """
+        found: dict[str, list[str]] = {"masters": [], "frozen": [], "compute": [], "reduction": []}
+        for state in states_of(self.model):
+            for each in state.parameters:
+                chunk, weight = each.chunk, weight_of(each.sites)
+                trains = chunk.shard.requires_grad
+                found["masters" if trains else "frozen"].append(chunk.stored_as)
+                found["compute"].append(_named(weight.dtype if weight else chunk.compute_dtype))
+                if trains:
+                    sums = gradient_dtype(state.policy, chunk.compute_dtype)
+                    kind = state.policy.reduce_format
+                    found["reduction"].append(_named(sums) if kind is None else kind.name)
+        return {what: ", ".join(dict.fromkeys(kinds)) for what, kinds in found.items() if kinds}
 
     @property
     def frozen_buffers(self) -> list[int]:
@@ -182,6 +207,7 @@ class Trace:
         return found
 
     def _step(self, batch: int, sequence: int, micro_batches: int) -> None:
+        self._tell(f"a step, micro-batches of {batch} x {sequence} tokens")
         self.ledger.begin("", "beginning of forward")
         for left in reversed(range(micro_batches)):
             self._begins()
@@ -320,6 +346,10 @@ def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:
                 yield weight
 
 
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _name_of(state: LayerState) -> str:
     return state.label.split("'")[1] if "'" in state.label else "the root"
 
@@ -348,10 +378,6 @@ def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
 
 def _full_nbytes(chunk: Chunk) -> int:
     return chunk.full_nbytes
-
-
-def _ignore(*_: object) -> None:
-    return None
 
 
 def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:

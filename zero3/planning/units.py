@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 __all__: list[str] = []
 
-_PREFIXES = ("", "k", "M", "G", "T", "P")
+_PREFIXES = ("", "K", "M", "G", "T", "P")
 _MOST = 2**60
 # What cards offer that are sold as of so many GB: the GiB that torch shows, and the fewest where
 # cards of one name differ.
@@ -18,8 +18,8 @@ CARDS = MappingProxyType(
 
 
 def parse_bytes(text: str | float, name: str, *, least: int = 1) -> int:
-    """`"24GiB"`, `"7 GB"` (of 10^9 bytes), `"80GB"` (a card's name: what it offers) or a number of
-    bytes. `name`: what it is, for errors.
+    """`"24GiB"`, `"7 GB"` (of 10^9 bytes), `"80GB"`, `"80G"` or `"80 gb"` (a card's name: what it
+    offers) or a number of bytes. Capitals don't count. `name`: what it is, for errors.
 
     Raises:
         TypeError: It is neither text nor a number.
@@ -29,7 +29,7 @@ def parse_bytes(text: str | float, name: str, *, least: int = 1) -> int:
         raise TypeError(f"{name} must be bytes such as '24GiB' or 25769803776, found {text!r}")
     if (card := _card(text)) is not None:
         return int(CARDS[card] * 2**30)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGTP]?)(i?)B?\s*", str(text))
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(I?)B?\s*", str(text).upper())
     scale = (1024 if found[3] else 1000) ** _PREFIXES.index(found[2]) if found else 0
     if found is None or (found[3] and not found[2]) or not least <= float(found[1]) * scale < _MOST:
         raise ValueError(f"{name} must be bytes such as 24GiB, 80GB or 25769803776, found {text!r}")
@@ -40,12 +40,12 @@ def meant(text: str | float) -> str:
     """How `parse_bytes` understands it, where that is not plain."""
     if (card := _card(text)) is not None:
         return f"what a card of {card} GB offers"
-    decimal = re.search(r"([kMGTP])B?\s*$", str(text))
+    decimal = re.search(r"([KMGTP])B?\s*$", str(text).upper())
     return f"{decimal[1]}B are 10^{3 * _PREFIXES.index(decimal[1])} bytes" if decimal else ""
 
 
 def _card(text: str | float) -> int | None:
-    found = re.fullmatch(r"\s*(\d+)\s*GB\s*", str(text))
+    found = re.fullmatch(r"\s*(\d+)\s*GB?\s*", str(text).upper())
     return int(found[1]) if found is not None and int(found[1]) in CARDS else None
 
 
@@ -61,7 +61,7 @@ def parse_rate(text: str, name: str) -> float:
         raise ValueError(
             f"{name} must be a rate such as 400Gbit or 50GB (a second), found {text!r}"
         )
-    scale: float = 10.0 ** (3 * _PREFIXES.index(found[2]))
+    scale: float = 10.0 ** (3 * _PREFIXES.index(found[2].upper()))
     return float(found[1]) * scale / (8 if found[3] == "bit" else 1)
 
 

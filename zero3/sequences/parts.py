@@ -383,7 +383,7 @@ def check_reduction(module: nn.Module, reduction: str) -> None:
     if reduction == "mean" and (parts := parts_of(module)) is not None and parts.active:
         raise ValueError(
             'reduction="mean" in a model whose ranks hold parts of sequences (sp): the mean over a '
-            'part is not that over the whole. Pass reduction="sum", and give the sum and the '
+            'part is not the mean over the whole. Pass reduction="sum", and give the sum and the '
             "number of tokens to zero3.backward(loss_sum, num_tokens, model)"
         )
 
