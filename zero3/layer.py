@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from .build.construction import Request, agree_on, all_but, build_state
 from .build.with_experts import with_experts
@@ -41,7 +42,7 @@ from .guards.module_overrides import (
     refuse_load_state_dict,
     refuse_state_dict,
 )
-from .guards.wrappers import refuse_wrappers
+from .guards.wrappers import ATTENTION, refuse_context_parallel, refuse_wrappers
 from .policy import ShardingPolicy, unlike
 from .stages.dynamic import DynamicOrder
 
@@ -430,11 +431,11 @@ class RootEntry(Override):
                 f"the sharded model that this {self._plain.__qualname__} belongs to is gone"
             )
         forward = self._own or partial(self._plain, module)
-        return (
-            forward(*args, **kwargs)
-            if runtime.is_running(root)
-            else run_sharded(runtime, root, module, forward, args, kwargs)
-        )
+        if runtime.is_running(root):
+            return forward(*args, **kwargs)
+        if functional.scaled_dot_product_attention is not ATTENTION:
+            refuse_context_parallel()
+        return run_sharded(runtime, root, module, forward, args, kwargs)
 
     def enter_again(self, module: nn.Module) -> None:
         """Puts one like it over what the module's forward is now."""

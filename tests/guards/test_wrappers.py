@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import types
 import warnings
@@ -15,6 +16,8 @@ from torch.distributed._composable import checkpoint_activation
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import zero3
@@ -192,6 +195,78 @@ def test_deepspeed_itself() -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: make deepspeed")
     for told in on_ranks(2, with_deepspeed):
         assert len(told) == 2 and all(text.startswith("DeepSpeed around a sharded model") for text in told)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unsqueeze(1) for each in self.all(x).chunk(3, -1))
+        return functional.scaled_dot_product_attention(q, k, v)[:, 0]
+
+
+def within_context_parallel(rank: Rank, parts: bool) -> bool:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "sp"))
+    model = zero3.shard(nn.Sequential(Attends(), Attends()), [Attends], process_group=mesh if parts else None)
+    x = torch.ones(2, 8, 6)
+    with (
+        context_parallel(mesh["sp"], buffers=[x], buffer_seq_dims=[1]),
+        pytest.raises(RuntimeError, match=r"context_parallel.*sequence_parallel"),
+    ):
+        model(x)
+    if not parts:
+        model(x).sum().backward()  # nothing has changed
+    return True
+
+
+def test_context_parallel_around_a_sharded_model_is_refused() -> None:
+    for parts in (False, True):
+        assert on_ranks(2, within_context_parallel, parts) == [True, True]
+
+
+def test_an_attention_of_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed registers it: in place of the model's own."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    own = known["sdpa"]
+    for module, refused in (("deepspeed.runtime.sequence_parallel.ulysses_sp", True), ("deepspeedy", False)):
+
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+        attend.__module__ = module
+        monkeypatch.setitem(known._local_mapping, "sdpa", attend)
+        model = transformers.LlamaForCausalLM(config)
+        with pytest.raises(ValueError, match=r"UlyssesSPAttentionHF.*sequence_parallel=n") if refused else contextlib.nullcontext():
+            zero3.shard(model)
+
+
+def with_ulysses(rank: Rank) -> str:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank.number), "LOCAL_RANK": str(rank.number), "WORLD_SIZE": "2"}
+    import deepspeed
+    import transformers
+    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    TorchBackend.__init__.__globals__["build_shm_op"] = lambda: None
+    deepspeed.init_distributed("gloo")
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1, seq_length=8, seq_length_is_variable=False)
+    try:
+        zero3.shard(model)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ulysses_of_deepspeed_itself_is_refused() -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: make deepspeed")
+    for told in on_ranks(2, with_ulysses, fresh=True):
+        assert "DeepSpeed's UlyssesSPAttentionHF" in told
 
 
 def with_accelerate(rank: Rank, mixed_precision: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""What a plan leaves out because it is as what it does: of many slices in which a matrix is decoded,
-and of many tiles, all but a few.
+"""What a plan leaves out because it is as what it does: of many tiles, and of many slices in which
+a matrix is decoded, all but a few.
 """
 
 from __future__ import annotations
