@@ -4,7 +4,7 @@
 
 Two processes train, save to a fast directory (`local=True`) and to a slow one, and go on; one is killed. From then the clock runs: the
 other is ended, as torchrun ends it, new processes start, load the newest checkpoint of one tier, and make a step. In turns, and in fresh
-processes. The files are written out and dropped from the page cache before.
+processes. The fast tier's files are where a restart on the same host finds them, in the page cache; with --cold on its disk.
 
 The slow tier is a simulated link: where zero3 reads a file, bytes that a rank has not read before take the time that they would over a
 link that all ranks share (--rate). What a rank has read once is in its host's page cache, and free. Nothing else is slowed down.
@@ -103,14 +103,22 @@ def next_life(rank: int, root: str, layers: int, tier: str, rate: float, killed:
     """Writes down when, after the kill, this rank was here, had loaded, and had made a step."""
     join(rank, root, tier)
     model, optimizer = build(layers)
+    spent = time.process_time()
     begun, link = time.time(), Link(rate / RANKS if tier == "slow" else float("inf"))
     with ExitStack() as stack:
         for module in (safetensors_files, manifest, hosts):
             stack.enter_context(mock.patch.object(module, "read_bytes", link))
         zero3.load_checkpoint(zero3.latest_checkpoint(f"{root}/{tier}", model=model), model, optimizer)
-    loaded = time.time()
+    loaded, spent = time.time(), time.process_time() - spent
     loss = step(model, optimizer)
-    found = {"start": begun - killed, "load": loaded - begun, "restart": time.time() - killed, "bytes": link.nbytes, "loss": repr(loss)}
+    found = {
+        "start": begun - killed,
+        "load": loaded - begun,
+        "processor": spent,
+        "restart": time.time() - killed,
+        "bytes": link.nbytes,
+        "loss": repr(loss),
+    }
     Path(f"{root}/{tier}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -141,7 +149,8 @@ def once(options: argparse.Namespace, tier: str) -> list[dict[str, float]]:
             if time.monotonic() > end or not all(each.is_alive() for each in lives):
                 raise RuntimeError("the run has not come to its checkpoints")
             time.sleep(0.05)
-        forget(root)
+        if options.cold:
+            forget(root)
         killed = time.time()
         for each in reversed(lives):  # the last rank is lost, and whoever looks after the run ends the others
             each.kill()
@@ -161,6 +170,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=38, help=f"of {WIDTH} x {WIDTH} parameters, fp32 (default: %(default)s, 160 M)")
     parser.add_argument("--rate", type=float, default=100.0, metavar="MB/S", help="of the slow tier (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--cold", action="store_true", help="files are written out, and dropped from the page cache, before the kill")
     parser.add_argument("--directory", help="on the disk of the fast tier (default: the system's temporary one)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="for the table, and all that was measured")
     options = parser.parse_args()
@@ -170,7 +180,7 @@ def main() -> None:
             progress(f"repetition {repetition + 1} of {options.repetitions}: {tier}")
             found[tier].append(once(options, tier))
     slowest = {
-        tier: {what: median([max(rank[what] for rank in run) for run in runs]) for what in ("start", "load", "restart")}
+        tier: {what: median([max(rank[what] for rank in run) for run in runs]) for what in ("start", "load", "processor", "restart")}
         for tier, runs in found.items()
     }
     rows = [
@@ -178,7 +188,9 @@ def main() -> None:
         for tier in TIERS
     ]
     ratio = {what: slowest["fast"][what] / slowest["slow"][what] for what in ("load", "restart")}
-    tables = markdown(["tier", "s until the processes are there", "s to load", "s from the kill to a step", "MB read"], rows)
+    tables = markdown(
+        ["tier", "s until the processes are there", "s to load", "processor s of that", "s from the kill to a step", "MB read"], rows
+    )
     tables += f"\n\nfast / slow: {ratio['load']:.2f} of loading, {ratio['restart']:.2f} from the kill to a step"
     write(options.output, "restart", {"found": found, "ratio": ratio}, tables)
 

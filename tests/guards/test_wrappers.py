@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import types
 import warnings
@@ -224,49 +223,6 @@ def within_context_parallel(rank: Rank, parts: bool) -> bool:
 def test_context_parallel_around_a_sharded_model_is_refused() -> None:
     for parts in (False, True):
         assert on_ranks(2, within_context_parallel, parts) == [True, True]
-
-
-def test_an_attention_of_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As DeepSpeed registers it: in place of the model's own."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
-    own = known["sdpa"]
-    for module, refused in (("deepspeed.runtime.sequence_parallel.ulysses_sp", True), ("deepspeedy", False)):
-
-        def attend(*args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)
-
-        attend.__module__ = module
-        monkeypatch.setitem(known._local_mapping, "sdpa", attend)
-        model = transformers.LlamaForCausalLM(config)
-        with pytest.raises(ValueError, match=r"UlyssesSPAttentionHF.*sequence_parallel=n") if refused else contextlib.nullcontext():
-            zero3.shard(model)
-
-
-def with_ulysses(rank: Rank) -> str:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank.number), "LOCAL_RANK": str(rank.number), "WORLD_SIZE": "2"}
-    import deepspeed
-    import transformers
-    from deepspeed.comm.torch import TorchBackend
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    TorchBackend.__init__.__globals__["build_shm_op"] = lambda: None
-    deepspeed.init_distributed("gloo")
-    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    model = transformers.LlamaForCausalLM(config)
-    UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1, seq_length=8, seq_length_is_variable=False)
-    try:
-        zero3.shard(model)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_ulysses_of_deepspeed_itself_is_refused() -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: make deepspeed")
-    for told in on_ranks(2, with_ulysses, fresh=True):
-        assert "DeepSpeed's UlyssesSPAttentionHF" in told
 
 
 def with_accelerate(rank: Rank, mixed_precision: str) -> list[str]:

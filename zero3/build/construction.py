@@ -48,7 +48,7 @@ from ..guards.backward_inputs import know_chunks
 from ..guards.marks import mark, mark_ignored, mark_sharded
 from ..guards.optimizer_steps import steps_seen
 from ..guards.unshardable import check_parameters
-from ..guards.wrappers import refuse_ulysses, wrapper_in
+from ..guards.wrappers import wrapper_in
 from ..policy import (
     ShardingPolicy,
     compute_dtype,
@@ -421,7 +421,6 @@ def _check_request(
             f"the module is, or holds, {wrapper}: pass the model that was wrapped. zero3 does all "
             "that the wrapper does"
         )
-    refuse_ulysses(request.module)
     if not isinstance(request.policy, ShardingPolicy):
         raise TypeError(
             f"policy must be a zero3.ShardingPolicy, found {type(request.policy).__name__}"

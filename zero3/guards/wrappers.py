@@ -38,7 +38,7 @@ _WRAPPERS = MappingProxyType(
     }
 )
 _BEGINNINGS = tuple(_WRAPPERS)
-_DIVIDES = (
+DIVIDES = (  # what an error about another way says, after its name
     "a sharded model: it exchanges in another way, and does not know that zero3 averages over all "
     "ranks. Take a mesh with sp, or sequence_parallel=n in Zero3Trainer and Zero3Accelerator, to "
     "divide sequences over ranks (docs/long.md)"
@@ -104,21 +104,7 @@ def refuse_context_parallel() -> None:
         RuntimeError: torch's `context_parallel` has replaced the attention.
     """
     if "context_parallel" in functional.scaled_dot_product_attention.__module__:
-        raise RuntimeError(f"torch's context_parallel around {_DIVIDES}")
-
-
-def refuse_ulysses(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: DeepSpeed has replaced the model's attention in transformers' registry.
-    """
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    registry = getattr(
-        sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {}
-    )
-    kind = getattr(registry.get(name), "__module__", None) or ""
-    if kind.startswith("deepspeed."):
-        raise ValueError(f"DeepSpeed's UlyssesSPAttentionHF (registered as {name!r}) in {_DIVIDES}")
+        raise RuntimeError(f"torch's context_parallel around {DIVIDES}")
 
 
 def _named(module: str) -> str:

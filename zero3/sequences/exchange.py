@@ -82,7 +82,7 @@ class Exchange:
     @property
     def received(self) -> int:
         """The bytes that come from other ranks."""
-        measured = self.parts.present if self.mine is None else self.mine[0]
+        measured: Measured = self.parts.present if self.mine is None else self.mine[0]
         _, came = self._sizes(measured)
         return sum(came) - came[measured.index]
 
