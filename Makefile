@@ -59,7 +59,7 @@ first-part second-part third-part: $(VENV)/.examples $(VENV)/.tests
 	@$(PYTEST) $(if $(SLOW),--slow-part $(SLOW)) $(PART)
 
 deepspeed: $(VENV)/.examples $(VENV)/.tests $(VENV)/.deepspeed  ## run the tests in which DeepSpeed takes part (the others do without it)
-	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/guards/test_wrappers.py -k "deepspeed_itself or likeness" $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed:$$PYTHONPATH $(BIN)/python -m pytest tests/formats/test_deepspeed.py tests/guards/test_wrappers.py tests/sequences/test_ulysses.py -k "deepspeed_itself or likeness" $(ARGS)
 
 low-bit: $(VENV)/.examples $(VENV)/.tests $(VENV)/.low-bit  ## run the tests of quantised weights, and of 8-bit and 4-bit optimizers, with bitsandbytes and torchao installed
 	PYTHONPATH=$(LOW_BIT):$$PYTHONPATH $(BIN)/python -m pytest $(if $(SLOW),--slow-part $(SLOW)) tests/optim/test_low_bit.py tests/examples/test_finetune_low_bit.py tests/quantized/test_bitsandbytes.py tests/quantized/test_operations.py tests/quantized/test_loading_codes.py tests/quantized/test_other_libraries.py $(ARGS)

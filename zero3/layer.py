@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from .build.construction import Request, agree_on, all_but, build_state
 from .build.with_experts import with_experts
@@ -40,7 +41,7 @@ from .guards.module_overrides import (
     refuse_load_state_dict,
     refuse_state_dict,
 )
-from .guards.wrappers import refuse_wrappers
+from .guards.wrappers import ATTENTION, refuse_context_parallel, refuse_wrappers
 from .policy import ShardingPolicy, unlike
 from .stages.dynamic import DynamicOrder
 
@@ -426,11 +427,11 @@ class _RootEntry:
             raise RuntimeError(
                 f"the sharded model that this {type(module).__name__} belongs to is gone"
             )
-        return (
-            forward(*args, **kwargs)
-            if runtime.is_running(root)
-            else run_sharded(runtime, root, module, forward, args, kwargs)
-        )
+        if runtime.is_running(root):
+            return forward(*args, **kwargs)
+        if functional.scaled_dot_product_attention is not ATTENTION:
+            refuse_context_parallel()
+        return run_sharded(runtime, root, module, forward, args, kwargs)
 
 
 def enter_root(

@@ -40,6 +40,7 @@ from .guards.unshardable import check_parameters
 from .layer import Zero3Layer, adopt, enter_root, is_layer, layers_of, put
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
+from .sequences.attention import refuse_ulysses
 from .sequences.dividing import check_dividable, divide_sequences
 
 __all__: list[str] = []
@@ -197,6 +198,7 @@ def _agreed_partition(
     try:
         partition = _partitioned(common, layers, policy)
         _check_together(partition)
+        refuse_ulysses(common.module)
         if (ranks := parts_over(common.process_group)) > 1:
             check_dividable(common.module, ranks, [part.policy for part in partition.layers])
         partition = _with_adapters(partition)

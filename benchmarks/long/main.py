@@ -1,6 +1,7 @@
 """What long sequences take: peak live bytes of a step, and its seconds, over lengths of sequences.
 
     python benchmarks/long/main.py --help
+    python benchmarks/long/main.py --counted          bytes alone, as plans count them, without computing
     python benchmarks/long/main.py --plan             what a plan says of 8 B at 128 K and 512 K tokens
 
 Each way has all of those before it, and the same model: plain sharding; the head by chunks; tiles; activations in a file; parts of
@@ -94,6 +95,20 @@ def loss_of(model: Any, ids: Tensor, way: int) -> tuple[Tensor, Tensor | None]:
     return zero3.causal_lm_loss(model, reduction="sum", **part), (part["shift_labels"] != -100).sum()
 
 
+def counted(way: int, length: int) -> float:
+    """What `measure` measures, as a plan counts it, without computing. Plans know of no activations in a file."""
+    import transformers
+
+    import zero3
+
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, max_position_embeddings=length))
+    options: dict[str, Any] = {"chunked_head": way >= 1, "tile": TILE if way >= 2 else None, "sequence_parallel": 2 if way >= 4 else 1}
+    plan = zero3.plan(model, ranks=2, sequence=length, device="cpu", optimizer=torch.optim.SGD, **options)
+    peak = max(moment.peak for moment in plan.moments if "optimizer" not in moment.phase)
+    return (peak - 2 * plan.trainable * 4 // 2) / MEGABYTE  # at rest: chunks, and their gradients of the last step
+
+
 def plans(say: Callable[[str], None]) -> str:
     """The causes of the peak on each of 8 ranks of 80 GB, blocks checkpointed, bf16 over float32 masters."""
     import transformers
@@ -140,25 +155,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed, each way (default: %(default)s)")
     parser.add_argument("--scratch", type=Path, default=tempfile.gettempdir(), help="where activations go (default: %(default)s)")
     parser.add_argument("--picture", type=Path, metavar="FILE")
+    parser.add_argument("--counted", action="store_true", help="compute nothing, and print what plans count, but for activations in a file")
     parser.add_argument("--plan", action="store_true", help="print the plans of 8 B alone")
     parser.add_argument("--output", type=Path, metavar="DIR", help="for the table's numbers, as JSON")
     args = parser.parse_args()
     if args.plan:
         print(plans(progress))
         return
-    peaks: dict[str, list[float]] = {way: [] for way in WAYS}
+    ways = {number: way for number, way in enumerate(WAYS) if not args.counted or way != "+ offloaded"}
+    peaks: dict[str, list[float]] = {way: [] for way in ways.values()}
     rows = []
     for length in args.lengths:
         row = [f"{length}"]
-        for number, way in enumerate(WAYS):
+        for number, way in ways.items():
             progress(f"{length} tokens, {way}")
-            peak, seconds = on_ranks(2, measure, number, length, str(args.scratch), args.steps)[0]
+            if args.counted:
+                peak, took = counted(number, length), ""
+            else:
+                peak, seconds = on_ranks(2, measure, number, length, str(args.scratch), args.steps)[0]
+                took = f", {seconds:.2f} s"
             peaks[way].append(peak)
-            row.append(f"{peak:.1f} MB, {seconds:.2f} s")
+            row.append(f"{peak:.1f} MB{took}")
         rows.append(row)
     if args.picture is not None:
         draw(args.lengths, peaks, args.picture)
-    write(args.output, "long", {"lengths": args.lengths, "peaks": peaks}, markdown(["tokens", *WAYS], rows))
+    write(args.output, "long", {"lengths": args.lengths, "peaks": peaks}, markdown(["tokens", *ways.values()], rows))
 
 
 if __name__ == "__main__":

@@ -16,17 +16,18 @@ ROOT = Path(__file__).parents[2]
 TINY = ["--width", "32", "--depth", "2", "--heads", "2", "--vocabulary", "64", "--sequence", "8", "--batch", "2"]
 
 
-def start(name: str, *arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"benchmarks/{name}/main.py", *arguments]
+def start(name: str, *arguments: str, timeout: float = 280, script: str = "main") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"benchmarks/{name}/{script}.py", *arguments]
     # torch's debug level kills DDP's gloo ranks
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout, env=os.environ | {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
     )
 
 
-def run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    done = start(name, *arguments, "--output", str(folder))
+def run(name: str, folder: Path, *arguments: str, script: str = "main") -> dict[str, Any]:
+    done = start(name, *arguments, "--output", str(folder), script=script)
     assert done.returncode == 0, done.stderr
+    name = name if script == "main" else script
     assert (folder / f"{name}.md").read_text().strip() == done.stdout.strip()
     return json.loads((folder / f"{name}.json").read_text())
 
@@ -128,6 +129,25 @@ def test_overhead(tmp_path: Path) -> None:
     found = run("overhead", tmp_path, *counts)
     assert set(found["comparison"]) == {"plain torch", "FSDP2", "FSDP1", "zero3"}
     assert set(found["growth"]["ranks"]) == {"1024"}
+
+
+@pytest.mark.slow
+def test_a_ring_and_hang(tmp_path: Path) -> None:
+    counts = ["--rounds", "1", "--ranks", "3", "--layers", "4", "--steps", "2", "--repetitions", "1"]
+    found = run("overhead", tmp_path, *counts, script="ring")
+    assert set(found["entry"]) == {"a transfer", "a mark", "the stores alone", "a ring is made"}
+    assert all(value > 0 for value in found["entry"].values())
+    assert set(found["steps"]) == {"with rings", "without", "plain torch"}
+    assert found["hang"]["lines"] <= 24, "one screen"
+
+
+@pytest.mark.slow
+def test_a_restart(tmp_path: Path) -> None:
+    found = run("checkpoint", tmp_path, "--layers", "2", "--rate", "20", script="restart")
+    assert found["ratio"]["load"] < 1
+    slow = found["found"]["slow"][0]
+    assert all(rank["load"] >= 0.99 * rank["bytes"] / 10e6 for rank in slow), "each rank has half of the link"
+    assert sum(rank["bytes"] for rank in slow) > 2 * 2048 * 2048 * 4 * 3, "parameters and AdamW's state"
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from torch.distributed._composable import checkpoint_activation
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import zero3
@@ -192,6 +194,35 @@ def test_deepspeed_itself() -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: make deepspeed")
     for told in on_ranks(2, with_deepspeed):
         assert len(told) == 2 and all(text.startswith("DeepSpeed around a sharded model") for text in told)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unsqueeze(1) for each in self.all(x).chunk(3, -1))
+        return functional.scaled_dot_product_attention(q, k, v)[:, 0]
+
+
+def within_context_parallel(rank: Rank, parts: bool) -> bool:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "sp"))
+    model = zero3.shard(nn.Sequential(Attends(), Attends()), [Attends], process_group=mesh if parts else None)
+    x = torch.ones(2, 8, 6)
+    with (
+        context_parallel(mesh["sp"], buffers=[x], buffer_seq_dims=[1]),
+        pytest.raises(RuntimeError, match=r"context_parallel.*sequence_parallel"),
+    ):
+        model(x)
+    if not parts:
+        model(x).sum().backward()  # nothing has changed
+    return True
+
+
+def test_context_parallel_around_a_sharded_model_is_refused() -> None:
+    for parts in (False, True):
+        assert on_ranks(2, within_context_parallel, parts) == [True, True]
 
 
 def with_accelerate(rank: Rank, mixed_precision: str) -> list[str]:

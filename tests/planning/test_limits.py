@@ -30,16 +30,16 @@ pytestmark = PLANS
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**4)), min_size=1, max_size=4)
 
 
-@given(lines, st.integers(0, 10**7))
+@given(lines, st.integers(0, 10**7), st.integers(1, 1 << 16))
 @settings(max_examples=200, deadline=None)
-def test_the_largest_is_found_with_few_tries(parts: list[tuple[int, int]], room: int) -> None:
+def test_the_largest_is_found_with_few_tries(parts: list[tuple[int, int]], room: int, first: int) -> None:
     tried: list[int] = []
 
     def peak(number: int) -> int:
         tried.append(number)
         return max(constant + slope * number for constant, slope in parts)
 
-    found = largest(peak, room)
+    found = largest(peak, room, first)
     assert found == 0 or peak(found) <= room
     assert found == 1 << 16 or peak(found + 1) > room
     assert len(tried) <= 40

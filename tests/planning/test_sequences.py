@@ -10,6 +10,11 @@ import transformers as t
 
 import zero3
 from zero3.__main__ import main
+from zero3.planning.alike import Alike
+from zero3.planning.ledger import Ledger
+from zero3.planning.setup import Setup
+from zero3.planning.trace import Trace
+from zero3.sequences.tiles import joined
 
 SIZES: dict[str, Any] = {"vocab_size": 5000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 1024}
 
@@ -63,6 +68,48 @@ def test_a_plan_with_tiles() -> None:
             ranks=2,
             tile=2,
         )
+
+
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_plan_that_leaves_out_tiles_has_the_bytes_and_the_time_of_all(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = zero3.Cluster(flops=1e12, memory_bandwidth=1e10, link=1e10, ranks_per_node=1)
+    options: dict[str, Any] = {"chunked_head": True, "tile": 128, "cluster": cluster, "checkpointing": checkpointing}
+    lengths = (512, 1024, 1100)  # tiles: as many as always run; more; more, the last of them shorter
+    found = [planned(sequence=length, **options) for length in lengths]
+    monkeypatch.setattr(Alike, "join", lambda self, *given: joined(*given))
+    for length, plan in zip(lengths, found, strict=True):
+        each = planned(sequence=length, **options)
+        assert plan.by_cause == each.by_cause
+        assert [(moment.name, moment.peak) for moment in plan.moments] == [(moment.name, moment.peak) for moment in each.moments]
+        assert plan.seconds == pytest.approx(each.seconds, rel=1e-6)
+
+
+def test_what_a_plan_runs_does_not_grow_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its largest sequence neither: that begins at the one that was asked for."""
+    counts: list[list[int]] = []
+    measure, count = Trace.measure, Ledger.__torch_dispatch__
+
+    def measured(self: Trace, *shape: int) -> Any:
+        counts.append([])
+        return measure(self, *shape)
+
+    def counted(self: Ledger, *args: Any) -> Any:
+        counts[-1].append(1)
+        return count(self, *args)
+
+    sizes = SIZES | {"vocab_size": 64}  # or there are more chunks of the head, up to a limit
+    with torch.device("meta"):
+        small = t.LlamaForCausalLM(t.LlamaConfig(**sizes))
+    trace = Setup(
+        source=small, ranks=2, batch=1, sequence=4096, policy=zero3.ShardingPolicy(), checkpointing=True, optimizer=torch.optim.AdamW,
+        accumulation=1, lora=None, device="cuda", chunked_head=True, tile=128,
+    ).trace()  # fmt: skip
+    trace.measure(1, 4096)  # learns
+    monkeypatch.setattr(Trace, "measure", measured)
+    monkeypatch.setattr(Ledger, "__torch_dispatch__", counted)
+    for length in (4096, 1 << 17):
+        trace.measure(1, length)
+    assert len(counts[0]) == len(counts[1])
 
 
 def test_a_plan_refuses_parts_that_do_not_divide_the_ranks() -> None:

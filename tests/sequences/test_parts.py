@@ -142,6 +142,32 @@ def test_parts_give_at_most_the_bytes_of_the_formula() -> None:
         assert 0 < sent <= 1.05 * formula
 
 
+def test_profile_shows_exchanges() -> None:
+    """Two a block in forward, two in backward, for whoever computes: queries, keys and values there, outputs back."""
+    heads, parts, tokens, rows, width = 4, 2, 10, 2, 8
+    models = [made(heads=heads, keys=heads) for _ in range(parts)]
+
+    def body(group: Any) -> Any:
+        mine = zero3.shard(models[group.rank], process_group=group)
+        step(mine, batch(0, tokens, rows=rows))
+        with zero3.profile(mine) as found:
+            step(mine, batch(0, tokens, rows=rows))
+        return found
+
+    for found in run_parts(1, parts, body):
+        blocks = [layer for layer in found.layers if layer.exchanges]
+        assert [layer.label.split("'")[1] for layer in blocks] == ["model.layers.0", "model.layers.1"]
+        for layer in blocks:
+            own = [each for each in found.transfers if each.kind == "exchange" and each.layer == layer.label]
+            assert [each.phase for each in own] == ["forward"] * 2 + ["backward"] * 2
+            tensor = rows * (tokens // parts) * width * 8 * heads // parts  # float64: half of the heads of a part
+            assert [each.nbytes for each in own] == [3 * tensor, tensor, tensor, 3 * tensor]
+            assert layer.exchange_ms == pytest.approx(1e3 * sum(each.exposed for each in own))
+            assert layer.exposed_ms >= layer.exchange_ms > 0
+        assert sum(span.end - span.begin for span in found.spans) + found.exposed_ms / 1e3 <= found.seconds
+        assert "for 8 exchanges of parts of sequences" in str(found)
+
+
 # -- a model of one's own
 
 

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from time import time_ns
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ _ABOUT, _EVENTS, _CAPACITY, _WIDTH = 64, 4096, 3072, 3
 _FIRST = _EVENTS // 8  # word
 _LAST = _FIRST + (_CAPACITY - 1) * _WIDTH
 _NAMES = _EVENTS + _CAPACITY * _WIDTH * 8
+_EVENT = struct.Struct("<QQQ")
 _KEPT = 16  # rings of one rank in a directory, beside those of living processes
 _LONGEST = 200  # characters of a name
 
@@ -254,15 +256,14 @@ def read(path: Path) -> Read:
     held, over, closed = struct.unpack_from("<QQQ", raw, 8 * _HELD)
     names = dict(_names(raw[_NAMES:]))
     events: list[Begun] = []
-    before = 0
-    for event in range(max(0, held - _CAPACITY), held) if held < 1 << 48 else ():
-        when, packed, forward = struct.unpack_from(
-            "<QQQ", raw, _EVENTS + event % _CAPACITY * _WIDTH * 8
-        )
-        doing, layer, identity = names.get(packed >> 2 & (1 << 22) - 1, ("other", None, 0))
-        number, direction = packed >> 24, DIRECTIONS[packed & 3]
+    before, kept = 0, min(held, _CAPACITY) if held < 1 << 48 else 0
+    oldest = (held - kept) % _CAPACITY * _WIDTH * 8 if kept else 0
+    ring = raw[_EVENTS:_NAMES]
+    for when, packed, forward in islice(_EVENT.iter_unpack(ring[oldest:] + ring[:oldest]), kept):
+        number = packed >> 24
+        named = names.get(packed >> 2 & (1 << 22) - 1, ("other", None, 0))
         moves = number > before and (events != [] or held <= _CAPACITY)
-        events.append(Begun(moves, number, doing, layer, identity, direction, forward, when))
+        events.append(Begun(moves, number, *named, DIRECTIONS[packed & 3], forward, when))
         before = number
     numbers = [each.number for each in events]
     if numbers != sorted(numbers) or (held and not events):

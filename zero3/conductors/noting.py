@@ -34,6 +34,7 @@ class Noting:
         self._transfers: dict[type, int] = {}  # codes in this ring
         self._waits = self._computes = 0  # codes, too
         self._gathered = 0  # the number of the latest gather
+        self._host_waits = False  # for gathers
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
         layer = what.layer
@@ -51,7 +52,7 @@ class Noting:
             ring.put(self._waits, log.passes, 0)
             found = self.inner.conduct(what, absent=absent)
             ring.put(self._computes, log.passes, 0)
-            if layer.device.type == "cpu":  # elsewhere the host does not wait
+            if self._host_waits:
                 ring.over(self._gathered)
             return found
         elif isinstance(what, Round | Use) and not ring.is_ours:
@@ -79,6 +80,7 @@ class Noting:
         }
         self._waits, self._computes = code("waiting"), code("computing")
         self._ring, self._gathered = ring, 0
+        self._host_waits = layer.device.type == "cpu"
         return ring
 
     def _turn(self, ring: Ring, what: Round, absent: bool) -> Any:

@@ -23,6 +23,7 @@ from ..core.layer_state import LayerState
 from ..experts.at_home import Trip, Way, rows_of
 from ..layer import layers_of
 from ..policy import gradient_dtype
+from ..sequences.exchange import Exchange
 from .timeline import Kind, Phase, Profile, Span, Transfer
 
 __all__: list[str] = []
@@ -146,6 +147,8 @@ class _Timed:
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
         recorder, now = self._recorder, None
+        if isinstance(what, Exchange):
+            return recorder.exchange(what, partial(self.inner.conduct, what, absent=absent))
         if isinstance(what, Fetch | Reduce):
             recorder.close()
         if isinstance(what, Gather):
@@ -254,6 +257,21 @@ class _Recorder:
             return perform()
         finally:
             self.now = before
+
+    def exchange(self, what: Exchange, perform: Callable[[], Any]) -> Any:
+        """Whoever computes stands still for it."""
+        running = self._running
+        layer = what.layer.subject.name if running is None else running[0]
+        self.close()
+        begin = self.clock.now()
+        result = perform()
+        end = self.clock.now()
+        self.transfers.append(
+            _Moving(layer, "exchange", _phase(), what.received, begin, end, begin, end)
+        )
+        if running is not None:
+            self._open(layer, running[1])
+        return result
 
     def count_rows(self, layer: str, rows: list[int]) -> None:
         """So many rows of tokens go to the ranks that have experts."""

@@ -17,7 +17,7 @@ from ..tables import table
 __all__: list[str] = []
 
 Phase = Literal["forward", "backward"]
-Kind = Literal["fetch", "backup"]
+Kind = Literal["fetch", "backup", "exchange"]
 SEEN = 2e-4  # seconds; after a wait of this length the end of the transfer is known exactly
 
 
@@ -40,11 +40,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One fetch or backup. All times are seconds from the beginning of the profile.
+    """One fetch or backup, or an exchange of parts of sequences, for which computation stands
+    still. All times are seconds from the beginning of the profile.
 
     Attributes:
-        layer: The layer's name in the model.
-        kind: "fetch" or "backup".
+        layer: The layer's name in the model. For an exchange: that of the layer that computes.
+        kind: "fetch", "backup" or "exchange".
         phase: "forward" or "backward".
         nbytes: The bytes that the rank receives.
         begin: When it was started.
@@ -80,6 +81,8 @@ class LayerProfile:
         backups: The number of its backups.
         backup_wait_ms: How long the computation waited until its gradients were reduced.
         nbytes: The bytes that the rank received for the layer.
+        exchanges: The number of its exchanges of parts of sequences, for heads and back.
+        exchange_ms: How long the computation stood still for them.
     """
 
     label: str
@@ -89,11 +92,13 @@ class LayerProfile:
     backups: int
     backup_wait_ms: float
     nbytes: int
+    exchanges: int = 0
+    exchange_ms: float = 0.0
 
     @property
     def exposed_ms(self) -> float:
         """How many milliseconds the computation waited for the layer's transfers."""
-        return self.fetch_wait_ms + self.backup_wait_ms
+        return self.fetch_wait_ms + self.backup_wait_ms + self.exchange_ms
 
 
 _HEADER = ("layer", "compute", "fetches", "exposed", "backups", "exposed", "MB")
@@ -138,9 +143,9 @@ class Profile:
         self.layers = [self._layer(label) for label in labels]
 
     def _layer(self, label: str) -> LayerProfile:
-        fetches, backups = (
+        fetches, backups, exchanges = (
             [t for t in self.transfers if t.layer == label and t.kind == kind]
-            for kind in ("fetch", "backup")
+            for kind in ("fetch", "backup", "exchange")
         )
         return LayerProfile(
             label=label,
@@ -150,7 +155,9 @@ class Profile:
             fetch_wait_ms=1e3 * sum(fetch.exposed for fetch in fetches),
             backups=len(backups),
             backup_wait_ms=1e3 * sum(backup.exposed for backup in backups),
-            nbytes=sum(transfer.nbytes for transfer in fetches + backups),
+            nbytes=sum(transfer.nbytes for transfer in fetches + backups + exchanges),
+            exchanges=len(exchanges),
+            exchange_ms=1e3 * sum(exchange.exposed for exchange in exchanges),
         )
 
     @property
@@ -160,7 +167,7 @@ class Profile:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank received in fetches and backups."""
+        """The bytes that this rank received in all its transfers."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -186,6 +193,11 @@ class Profile:
         if not seconds or exposed < 0.05 * seconds:
             return []
         found = []
+        if (exchanges := sum(layer.exchange_ms for layer in self.layers)) > 0.5 * self.exposed_ms:
+            return [
+                f"exchanges of parts of sequences take {exchanges:.0f} ms, and nothing hides them: "
+                "keep the ranks of a group (sp) on one host, or divide sequences over fewer ranks."
+            ]
         worst = max(self.layers, key=lambda layer: layer.exposed_ms)
         if len(self.layers) > 2 and worst.exposed_ms > 0.5 * self.exposed_ms:
             found.append(
@@ -243,6 +255,7 @@ class Profile:
             f"{self.seconds:.3f} s, of which computation stood still for transfers "
             f"{self.exposed_ms:.1f} ms ({share:.1%}); received {self.nbytes / 1e6:.1f} MB, at "
             f"{self.bytes_per_second / 1e6:.0f} MB/s",
+            *self._exchanges(),
             *(
                 f"{layer}: the busiest rank gets {share:.2f} x the mean of this rank's rows of "
                 "tokens"
@@ -250,6 +263,15 @@ class Profile:
             ),
             *self.advice,
         ]
+
+    def _exchanges(self) -> list[str]:
+        number = sum(layer.exchanges for layer in self.layers)
+        took = sum(layer.exchange_ms for layer in self.layers)
+        nbytes = sum(t.nbytes for t in self.transfers if t.kind == "exchange")
+        return [
+            f"of that {took:.1f} ms for {number} exchanges of parts of sequences, "
+            f"{nbytes / 1e6:.1f} MB"
+        ][: number > 0]
 
     def draw(self, path: str | PathLike[str], begin: float = 0.0, end: float | None = None) -> None:
         """Draws fetch, compute and backup lanes over time.
@@ -275,6 +297,7 @@ _COLORS = MappingProxyType(
         "backward": "tab:orange",
         "fetch": "tab:green",
         "backup": "tab:purple",
+        "exchange": "tab:brown",
         "waits": "tab:red",
     }
 )
@@ -310,8 +333,9 @@ def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
     for span in profile.spans:
         bar("compute", span.phase, span.begin, span.end, numbers[span.layer])
     for transfer in profile.transfers:
-        bar(transfer.kind, transfer.kind, transfer.begin, transfer.end, numbers[transfer.layer])
-        if transfer.exposed >= SEEN:
+        lane = "compute" if transfer.kind == "exchange" else transfer.kind
+        bar(lane, transfer.kind, transfer.begin, transfer.end, numbers[transfer.layer])
+        if transfer.exposed >= SEEN and lane != "compute":
             bar("compute", "waits", transfer.stopped, transfer.resumed, numbers[transfer.layer])
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.set_xlim(1e3 * begin, 1e3 * end)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 __all__: list[str] = []
 
@@ -37,6 +38,12 @@ _WRAPPERS = MappingProxyType(
     }
 )
 _BEGINNINGS = tuple(_WRAPPERS)
+DIVIDES = (  # what an error about another way says, after its name
+    "a sharded model: it exchanges in another way, and does not know that zero3 averages over all "
+    "ranks. Take a mesh with sp, or sequence_parallel=n in Zero3Trainer and Zero3Accelerator, to "
+    "divide sequences over ranks (docs/long.md)"
+)
+ATTENTION = functional.scaled_dot_product_attention  # torch's own
 _ASKING = frozenset(
     {
         "named_modules",
@@ -89,6 +96,15 @@ def wrapper_in(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
             if kind.__module__.startswith(_BEGINNINGS):
                 return f"{_named(kind.__module__)} at {name!r}" if name else _named(kind.__module__)
     return None
+
+
+def refuse_context_parallel() -> None:
+    """
+    Raises:
+        RuntimeError: torch's `context_parallel` has replaced the attention.
+    """
+    if "context_parallel" in functional.scaled_dot_product_attention.__module__:
+        raise RuntimeError(f"torch's context_parallel around {DIVIDES}")
 
 
 def _named(module: str) -> str:

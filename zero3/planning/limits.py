@@ -21,13 +21,17 @@ _MOST = 1 << 16  # no batch or number of blocks of tokens is looked for beyond i
 MANY_RANKS = 1024
 
 
-def largest(peak: Callable[[int], int], room: int) -> int:
-    """The largest number n with `peak(n) <= room`; 0 if not even 1.
+def largest(peak: Callable[[int], int], room: int, first: int = 1) -> int:
+    """The largest number n with `peak(n) <= room`; 0 if not even 1. `first`: which to try first.
 
     A peak is the largest of several sums that grow with n in straight lines. So a line through two
     numbers that were tried tells which to try next, and few have to be.
     """
-    low, high = (0, 0), (1, peak(1))
+    low, high = (0, 0), (first, peak(first))
+    if first > 1 and high[1] > room:
+        low = (1, peak(1))
+        if low[1] > room:
+            return 0
     while high[1] <= room and high[0] < _MOST:
         before, low = low, high
         slope = (low[1] - before[1]) / (low[0] - before[0]) if before[0] else 0.0
@@ -46,13 +50,17 @@ def largest(peak: Callable[[int], int], room: int) -> int:
 
 def largest_batch(trace: Trace, setup: Setup, room: int) -> int:
     """The most sequences a micro-batch may have."""
-    return largest(lambda batch: trace.peak(batch, setup.sequence, setup.accumulation), room)
+    return largest(
+        lambda batch: trace.peak(batch, setup.sequence, setup.accumulation), room, setup.batch
+    )
 
 
 def largest_sequence(trace: Trace, setup: Setup, room: int, block: int = 128) -> int:
     """The most tokens that a sequence may have, in whole blocks."""
     return block * largest(
-        lambda blocks: trace.peak(setup.batch, block * blocks, setup.accumulation), room
+        lambda blocks: trace.peak(setup.batch, block * blocks, setup.accumulation),
+        room,
+        max(1, setup.sequence // block),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import textwrap
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ..access import is_sharded
+from ..guards.module_overrides import Override
 from ..quantized.configured import configured_in
 from ..sequences.causal_lm import causal_lm_loss
-from ..sequences.tiles import tile
+from ..sequences.tiles import Tiled
 
 __all__: list[str] = []
 
@@ -198,8 +200,8 @@ def chunked_loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
     return causal_lm_loss(model, reduction="sum", input_ids=ids, shift_labels=ids)
 
 
-def tile_blocks(model: nn.Module, length: int) -> None:
-    """Each block's inner maps compute so many tokens at a time.
+def tile_blocks(model: nn.Module, length: int, join: Callable[..., Tensor]) -> None:
+    """Each block's inner maps compute so many tokens at a time. `join`: of `Tiled`.
 
     Raises:
         ValueError: They have none of the names that are known.
@@ -214,7 +216,7 @@ def tile_blocks(model: nn.Module, length: int) -> None:
             f"tile={length}: no module of {type(model).__name__} is named mlp, feed_forward or ffn"
         )
     for module in found:
-        tile(module, length)
+        Override(module, "forward", Tiled(length, join))
 
 
 def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:

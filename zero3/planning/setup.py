@@ -18,6 +18,7 @@ from ..core.parameters import find_parameters
 from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
 from ..quantized.formats import NF4
+from .alike import Alike
 from .cluster import Cluster, replay
 from .models import chunked_loss_of, loss_of, on_paper, prepare, tile_blocks
 from .trace import STEADY, OptimizerClass, Trace, repeated
@@ -197,13 +198,14 @@ class Setup:
             checkpointing=self.checkpointing,
             dtype=self.master_dtype,
         )
+        alike = Alike()
         if self.tile is not None:
-            tile_blocks(model, self.tile)
+            tile_blocks(model, self.tile, alike.join)
         chunked = self.chunked_head or self.sequence_parallel > 1
         return Trace(
             model, ranks=self.ranks, policy=self.policy, device=self.device,
             optimizer=self.optimizer, rank=self.rank,
-            replicas=self.replicas, parts=self.sequence_parallel,
+            replicas=self.replicas, parts=self.sequence_parallel, alike=alike,
             loss=chunked_loss_of if chunked else loss_of, tell=self.tell,
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy, gradient_dtype
 from ..shard import shard
 from .absent import AbsentRanks, Awaited, Issued, SharingRanks
+from .alike import Alike
 from .kernels import DeviceKernels, backward, fused_on_meta
 from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
 from .models import loss_of, vocabulary_of
@@ -62,12 +63,13 @@ class Trace:
         replicas: int = 1,
         parts: int = 1,
         layers: Layers = None,
+        alike: Alike | None = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
         accumulating: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
         tell: Callable[[str], object] = _ignore,
     ) -> None:
-        """`accumulating`: around all micro-batches of a step but the last. `tell`: hears of each
-        step.
+        """`alike`: what the model's tiles leave out. `accumulating`: around all micro-batches of a
+        step but the last. `tell`: hears of each step.
         """
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
@@ -92,12 +94,13 @@ class Trace:
             for buffer in self.model.buffers():
                 self.ledger.note(buffer)
         gc.collect()  # what construction left
+        self._alike = alike or Alike()
         states = states_of(self.model)
         self._observer = _Observer(self.ledger, [self._root, *states])
         for state in states:
             self._observer.watch(state)
         for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
-            codec.choose_slices(self._observer.first)
+            codec.choose_slices(self._alike.first)
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
@@ -192,7 +195,7 @@ class Trace:
 
         def ran(func: Any, args: Sequence[Any], result: Any) -> None:
             if (work := work_of(func, args, result)) is not None:
-                merged(found[-1], work.times(self._observer.times))
+                merged(found[-1], work.times(self._alike.times))
 
         self.ledger.observed_by(ran)
         self.ranks.observed_by(lambda event: found[-1].append(event))
@@ -257,7 +260,6 @@ class _Observer:
         self._ledger, self._accounts = ledger, accounts_of(states)
         self.stepped = False  # whether the optimizer has, since the last micro-batch
         self.reached = {id(states[0])}  # the states of layers that were fetched, and the root's
-        self.times = 1.0  # how often what runs now would run: see `first`
 
     def watch(self, state: LayerState) -> None:
         state.meta_buffers.clear()
@@ -303,14 +305,6 @@ class _Observer:
             for state, chunk in what.staying()
             if not chunk.full.filled or (self.stepped and chunk.shard.requires_grad)
         )
-
-    def first(self, starts: range) -> Iterator[int]:
-        """Of the slices in which a matrix is decoded: all are alike, and a large one has
-        hundreds.
-        """
-        self.times = max(1.0, (starts.stop - starts.start) / starts.step)
-        yield from starts[:1]
-        self.times = 1.0
 
 
 class _Observed:

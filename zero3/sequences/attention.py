@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core.autograd import inside_backward
 from ..core.parameters import unwrapped
+from ..guards.wrappers import DIVIDES
 from .exchange import Measured
 from .heads import query_heads
 from .parts import Beginning, check_labels, parts_of, parts_under_way
@@ -56,6 +57,19 @@ def check_model(model: nn.Module, ranks: int) -> None:
             f"{reason}. Take a mesh without sp"
         )
     query_heads(config.num_attention_heads, ranks)
+
+
+def refuse_ulysses(model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: DeepSpeed has replaced the model's attention in transformers' registry.
+    """
+    name = getattr(text_config(model), "_attn_implementation", None)
+    registry = getattr(
+        sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {}
+    )
+    if (getattr(registry.get(name), "__module__", None) or "").startswith("deepspeed."):
+        raise ValueError(f"DeepSpeed's UlyssesSPAttentionHF (registered as {name!r}) in {DIVIDES}")
 
 
 def _refusal(model: nn.Module, config: Any) -> str | None:

@@ -79,6 +79,13 @@ class Exchange:
         zeros = torch.zeros(sum(sent), dtype=torch.uint8, device=self.layer.device)
         self._swap(measured, zeros)
 
+    @property
+    def received(self) -> int:
+        """The bytes that come from other ranks."""
+        measured: Measured = self.parts.present if self.mine is None else self.mine[0]
+        _, came = self._sizes(measured)
+        return sum(came) - came[measured.index]
+
     def _sizes(self, of: Measured) -> tuple[list[int], list[int]]:
         """The bytes to each rank, and from each."""
         for_heads = [of.batch * of.part * self._token(rank) for rank in range(len(of.lengths))]

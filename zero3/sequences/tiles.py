@@ -65,10 +65,10 @@ def tile(module: M, length: int | None) -> M:
     if (entered := root_entered(inner)) is not None:  # it stays the outermost
         vars(inner)["forward"].undo()
     found = vars(inner).get("forward")
-    if isinstance(found, Override) and isinstance(found.around, _Tiled):
+    if isinstance(found, Override) and isinstance(found.around, Tiled):
         found.undo()
     if length is not None:
-        Override(inner, "forward", _Tiled(length))
+        Override(inner, "forward", Tiled(length))
     if entered is not None:
         enter_root(inner, *entered)
     return module
@@ -86,11 +86,21 @@ def _check_no_layers(module: nn.Module) -> None:
         )
 
 
-class _Tiled:
-    """What a tiled module's forward runs."""
+Compute = Callable[[Tensor], Tensor]
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+
+def joined(whole: Tensor, length: int, compute: Compute) -> Tensor:
+    """What `compute` makes of each tile."""
+    return torch.cat([compute(each) for each in torch.split(whole, length, -2)], -2)
+
+
+class Tiled:
+    """What a tiled module's forward runs. `join`: see `joined`; a plan does it in another way."""
+
+    def __init__(
+        self, length: int, join: Callable[[Tensor, int, Compute], Tensor] = joined
+    ) -> None:
+        self._length, self._join = length, join
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -104,11 +114,10 @@ class _Tiled:
             )
         _check_no_layers(module)
         one = partial(self._one, module, forward, args[1:], kwargs)
-        tiles = torch.split(whole, self._length, -2)
         if not torch.is_grad_enabled():
-            return torch.cat([one(each) for each in tiles], -2)
+            return self._join(whole, self._length, one)
         _add_up_widely(module)
-        return torch.cat([checkpoint(one, each, use_reentrant=False) for each in tiles], -2)
+        return self._join(whole, self._length, partial(checkpoint, one, use_reentrant=False))
 
     @staticmethod
     def _one(
