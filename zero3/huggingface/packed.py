@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..core.layout import Piece
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..quantized.formats import MXFP4, NF4, Float8, Format
+from ..quantized.sections import SCALES_NUMEL, Rows
 from .index_maps import IndexMap, Whole
 from .key_mapping import Fit
 from .reading import SliceReader
@@ -32,7 +34,6 @@ _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _INVERSE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_NBYTES = 16  # of MXFP4's 32 codes
-_SCALES_IN_BLOCK = 256  # of bitsandbytes' second level
 _AT_ONCE = 1 << 20
 
 
@@ -85,16 +86,16 @@ def _of_bitsandbytes(
         said = json.loads(bytes(raw.tolist()))
         shape, block_size, nested = tuple(said["shape"]), said["blocksize"], "nested_offset" in said
         offset = float(said.get("nested_offset", 0.0))
-        size = said.get("nested_blocksize", _SCALES_IN_BLOCK)
+        size = said.get("nested_blocksize", SCALES_NUMEL)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{state.file}: {state.name} is not what bitsandbytes writes: {type(error).__name__}: "
             f"{error}"
         ) from None
-    if size != _SCALES_IN_BLOCK:
+    if size != SCALES_NUMEL:
         raise ValueError(
             f"{state.file}: the scales of {name} are quantised in blocks of {size}, expected "
-            f"{_SCALES_IN_BLOCK}"
+            f"{SCALES_NUMEL}"
         )
     beside = {part: stored.pop(f"{name}.{part}") for part in _BESIDE if f"{name}.{part}" in stored}
     sections = {
@@ -241,20 +242,20 @@ class PackedReader:
     ) -> None:
         """Writes the bytes of `piece` into `kept`."""
         kept.zero_()
-        low, high = piece.start, piece.stop
-        for section in weight.format.sections(weight.shape):
-            first, last = max(low, section.offset), min(high, section.stop)
+        rows, low, high = weight.rows, piece.start, piece.stop
+        for row, section in product(range(rows.count), rows.sections):
+            offset, size = row * rows.nbytes + section.offset, section.dtype.itemsize
+            first, last = max(low, offset), min(high, offset + section.numel * size)
             if first >= last:
                 continue
-            target = kept[first - low : last - low]
+            target, before = kept[first - low : last - low], row * section.numel
             if section.name == "codes":
-                self._read_codes(reader, first, target)
+                self._read_codes(reader, before + first - offset, target)
                 continue
-            size = section.dtype.itemsize
-            begin, end = (first - section.offset) // size, -(-(last - section.offset) // size)
-            raw = self._scales(reader, section.name, begin, end).contiguous().view(torch.uint8)
-            skipped = first - section.offset - begin * size
-            target.copy_(raw[skipped : skipped + len(target)])
+            begin, end = (first - offset) // size, -(-(last - offset) // size)
+            found = self._scales(reader, rows, section.name, before + begin, before + end)
+            skipped = first - offset - begin * size
+            target.copy_(found.contiguous().view(torch.uint8)[skipped : skipped + len(target)])
 
     def _read_codes(self, reader: SliceReader, start: int, target: Tensor) -> None:
         if isinstance(self._map, Whole):
@@ -263,14 +264,15 @@ class PackedReader:
         else:
             reader.read(self._raw, start, target)
 
-    def _scales(self, reader: SliceReader, name: str, begin: int, end: int) -> Tensor:
+    def _scales(self, reader: SliceReader, rows: Rows, name: str, begin: int, end: int) -> Tensor:
         if name == "offset":
             return torch.tensor([self._parts[0].offset], dtype=torch.float32)
         if isinstance(self._map, Whole):
-            stored = self._parts[0].sections[name]
-            out = torch.empty(end - begin, dtype=stored.dtype)
-            reader.read(Whole(stored, (stored.numel,)), begin, out)
-            return out
+            again = SCALES_NUMEL // rows.scales_together if name == "scale_scales" else 1
+            stored, first = self._parts[0].sections[name], begin // again
+            out = torch.empty(-(-end // again) - first, dtype=stored.dtype)
+            reader.read(Whole(stored, (stored.numel,)), first, out)
+            return out.repeat_interleave(again)[begin - first * again :]
         numbers, places = (each[begin:end] for each in self._tiles())
         out = torch.empty(end - begin, dtype=torch.float32)
         for number in sorted(set(numbers.tolist())):

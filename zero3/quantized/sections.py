@@ -15,6 +15,7 @@ __all__: list[str] = []
 
 # every section starts at a multiple of it, so that its bytes can be seen as numbers of any dtype
 ALIGNMENT_NBYTES = 64
+SCALES_NUMEL = 256  # scales with one common scale, with double quantisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class QuantizedTensor:
             the scales; MXFP4: exponents of two, plus 127).
         scale_scales: With `double_quant`, a float32 for each 256 scales. Otherwise None.
         offset: With `double_quant`, the mean of all scales, a float32 `[1]`. Otherwise None.
+        scales_together: How many scales share one of `scale_scales`. Less than 256 in a few of many
+            matrices, which begin inside of the 256.
 
     Example::
 
@@ -58,6 +61,7 @@ class QuantizedTensor:
     scales: Tensor
     scale_scales: Tensor | None = None
     offset: Tensor | None = None
+    scales_together: int = SCALES_NUMEL
 
     @property
     def numel(self) -> int:
@@ -89,8 +93,57 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
-def seen_as(raw: Tensor, shape: tuple[int, ...], sections: Iterable[Section]) -> QuantizedTensor:
+def seen_as(
+    raw: Tensor,
+    shape: tuple[int, ...],
+    sections: Iterable[Section],
+    scales_together: int = SCALES_NUMEL,
+) -> QuantizedTensor:
     """`raw`, the bytes of a quantised tensor, as views of its sections."""
     return QuantizedTensor(
-        shape, **{s.name: raw[s.offset : s.stop].view(s.dtype) for s in sections}
+        shape,
+        **{s.name: raw[s.offset : s.stop].view(s.dtype) for s in sections},
+        scales_together=scales_together,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where a quantised tensor `[E, ...]` of three dimensions is stored: rows of bytes `[E / per,
+    nbytes]`, of `per` matrices each, so that it can be cut between them. A row is what the same
+    matrices have in the whole tensor, section by section; a common scale of scales in two rows
+    stands in both. Other tensors have one row.
+    """
+
+    shape: tuple[int, ...]  # of the matrices in a row
+    count: int
+    sections: tuple[Section, ...]
+    nbytes: int
+    scales_together: int
+
+    @property
+    def per(self) -> int:
+        return self.shape[0]
+
+    def seen(self, raw: Tensor) -> list[QuantizedTensor]:
+        """Rows of bytes, `[rows, nbytes]` or the only one, as quantised tensors."""
+        rows = raw if raw.dim() == 2 else [raw]
+        return [seen_as(row, self.shape, self.sections, self.scales_together) for row in rows]
+
+    def spread(self, name: str, section: Tensor) -> Tensor:
+        """A section of the whole tensor, as rows have it: `[count, n]`."""
+        if name == "offset":
+            return section.repeat(self.count, 1)
+        if name == "scale_scales":
+            section = section.repeat_interleave(SCALES_NUMEL // self.scales_together)
+            (numel,) = (each.numel for each in self.sections if each.name == name)
+            section = section[: self.count * numel]
+        return section.view(self.count, -1)
+
+    def store(self, quantized: QuantizedTensor, raw: Tensor) -> None:
+        """Copies a whole quantised tensor into its bytes. What lies between sections is 0."""
+        raw.zero_()
+        rows = self.seen(raw)
+        for name, section in quantized.sections.items():
+            for row, values in zip(rows, self.spread(name, section), strict=True):
+                row.sections[name].copy_(values)
