@@ -68,7 +68,6 @@ def test_quantised_experts_are_recomputed(kind: str) -> None:
     run_ranks(2, lambda group: Training(group, policy(), 5, prepare).train(2).check())
 
 
-
 def test_quantised_experts_on_a_mesh_with_replicas() -> None:
     run_mesh(2, 2, lambda group: Training(group, policy(), 5, frozen).train(2).check())
 
