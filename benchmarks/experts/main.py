@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from benchmarks.common.report import markdown, median, progress, write
 from benchmarks.experts.models import Mixture
 
-
 MODELS = {
     "Qwen3-30B-A3B": Mixture(48, 128, 8, 2048, 3 * 2048 * 768),
     "Mixtral 8x7B": Mixture(32, 8, 2, 4096, 3 * 4096 * 14336),

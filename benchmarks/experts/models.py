@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +39,10 @@ class Mixture(NamedTuple):
         return 3 * self.layers * self.experts * self.numbers * itemsize * (ranks - 1) / ranks
 
     def at_home(self, ranks: int = RANKS, tokens: int = TOKENS, itemsize: int = ITEMSIZE) -> float:
-        """Bytes that the first rank sends, if tokens use all experts alike: twice there, twice back, weights with the first and the last, and
-        four bytes for an expert's number."""
+        """Bytes that the first rank sends, if tokens use all experts alike: twice there, twice back, weights with the first and the last,
+        and four bytes for each number of an expert."""
         bounds = cuts(self.experts, ranks)
-        sizes = [end - first for first, end in zip(bounds, bounds[1:], strict=False)]
+        sizes = [end - first for first, end in pairwise(bounds)]
         reach = [1 - math.comb(self.experts - size, self.used) / math.comb(self.experts, self.used) for size in sizes]
         there, back = sum(reach[1:]), (ranks - 1) * reach[0]
         wide, weights = self.width * itemsize, self.used * itemsize

@@ -42,8 +42,8 @@ def _sizes(batch: str) -> tuple[int, int]:
 
 
 def entered(of: list[Run]) -> Iterator[tuple[Run, str]]:
-    """Who runs where: zero3 and FSDP2 everywhere, the others beside them in the cells of the first model and number of ranks. Experts stay at
-    home where each rank has some."""
+    """Who runs where: zero3 and FSDP2 everywhere, the others beside them in the cells of the first model and number of ranks. Experts stay
+    at home where each rank has some."""
     for cell in of:
         for name, (_, chosen) in SYSTEMS.items():
             if AT_HOME in chosen and SHAPES[cell.model].experts < cell.ranks:

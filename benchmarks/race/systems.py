@@ -42,7 +42,7 @@ def spread_evenly(home: AtHome) -> None:
 
     def told(words: Tensor) -> list[list[int]]:
         count(words)
-        route, (*_, length, of_weights) = home._balanced(calls[0], needs=True), home._latest
+        route, (*_, length, of_weights) = home._planned(calls[0], needs=True), home._latest
         same = route.pairs // len(words) << _PAIRS | length << _LENGTHS | of_weights << _LENGTHS + 4 | 1 << _NEEDS
         return [[rows | same for rows in each] for each in (route.sent, route.received)]
 

@@ -37,18 +37,19 @@ def chunk_groups(
     the order of groups' first parameters. `apart`: the module's own are groups of their own.
     """
     groups: dict[object, list[ParameterSites]] = {}
-    faces = {
-        kind.name: Quantised(kind, kind.codec(device), device)
-        for kind in {kind.name: kind for kind in formats.values()}.values()
-    }
+    kinds = {kind.name: kind for kind in formats.values()}
+    codecs = {name: kind.codec(device) for name, kind in kinds.items()}  # with tables
+    faces: dict[str, Quantised] = {}
     masters: dict[torch.dtype, Views] = {}
     for sites in parameters:
         key: tuple[bool, torch.dtype | str] = sites.parameter.requires_grad, sites.parameter.dtype
         alone = apart and _is_own(sites)
         if (kind := formats.get(sites.name)) is not None:
             key = False, kind.name
-            # a chunk lets go of its buffer by itself, and its face with it
-            face = Quantised(kind, kind.codec(device), device) if alone else faces[kind.name]
+            # chunks let go of their buffers one by one, and a face with its chunk
+            face = faces.setdefault(
+                sites.name if alone else kind.name, Quantised(kind, codecs[kind.name], device)
+            )
             face.take(sites, compute_dtype(policy, sites.parameter.dtype))
         elif sites.parameter.requires_grad and policy.master_dtype is not None:
             own = sites.parameter.dtype

@@ -21,6 +21,7 @@ from ..core.autograd import as_plain_tensors, inside_backward
 from ..core.chunk import Chunk
 from ..core.collectives import Collective, Conductor, Fetch, Gather, Look, Reduce
 from ..core.layer_state import LayerState, accounts_of
+from ..experts.at_home import AtHome
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy
@@ -97,7 +98,9 @@ class Trace:
         self.after_forward = 0
         self.model.register_forward_hook(self._after_forward)
         self._loss, self._accumulating = loss, accumulating
+        self._stepped = False
         self._peaks: dict[tuple[int, int, int], int] = {}
+        self._homes = [state.call for state in states if isinstance(state.call, AtHome)]
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
 
     @property
@@ -134,22 +137,33 @@ class Trace:
         """
         micro_batches = min(accumulation, 2)
         with self._counting():
-            if not self._peaks:  # the order of layers, and the optimizer's state, are learned first
+            # the order of layers, and the optimizer's state, are learned first
+            if not self._stepped:
                 self._step(batch, sequence, 1)
+                self._stepped = True
             self.ledger.moments.clear()
             self.ledger.most_elsewhere = 0
             self.kernels.attention.clear()
             self.after_forward = 0
             self._step(batch, sequence, micro_batches)
-        self._peaks[batch, sequence, micro_batches] = max(
-            moment.peak for moment in self.ledger.moments
-        )
+        if not self._homes:
+            self._peaks[batch, sequence, micro_batches] = peak_of(self.ledger.moments)[0]
         return list(self.ledger.moments)
 
     def peak(self, batch: int, sequence: int, accumulation: int = 1) -> int:
-        """The most bytes that are alive in such a step. Each is made once."""
+        """The most bytes that are alive in such a step; with experts at home, if all tokens come to
+        this rank. Each is made once.
+        """
         key = batch, sequence, min(accumulation, 2)
-        return self._peaks[key] if key in self._peaks else peak_of(self.measure(*key))[0]
+        if key not in self._peaks:
+            self._crowd(True)
+            self._peaks[key] = peak_of(self.measure(*key))[0]
+            self._crowd(False)
+        return self._peaks[key]
+
+    def _crowd(self, on: bool) -> None:
+        for home in self._homes:
+            home.crowded = on
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
         """What a step after the first does, in order: `Work` of compute, and transfers that are
@@ -161,7 +175,7 @@ class Trace:
 
     def micro_batches(self, batch: int, sequence: int, number: int) -> list[list[Any]]:
         """The events of each micro-batch of such a step. The optimizer's are with the last."""
-        if not self._peaks:
+        if not self._stepped:
             self.measure(batch, sequence)
         found: list[list[Any]] = []
 
