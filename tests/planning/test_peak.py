@@ -87,7 +87,7 @@ def test_plan_of_two_ranks() -> None:
 
 
 def test_plan_of_quantised_experts_at_home() -> None:
-    """A rank's chunks are what construction makes, and nothing of them is gathered."""
+    """Chunks are as large as without, but for the tables of NF4 (69 kB) that layers have, and more are layers. Nothing of them is gathered."""
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     plans = [
         zero3.plan(
@@ -97,7 +97,8 @@ def test_plan_of_quantised_experts_at_home() -> None:
         for at_home in (True, False)
     ]  # fmt: skip
     home, gathered = plans
-    assert home.by_cause["chunks"] == pytest.approx(gathered.by_cause["chunks"], rel=0.1)
+    blocks = model_of(Case("Qwen3Moe")).config.num_hidden_layers
+    assert 0 <= home.by_cause["chunks"] - gathered.by_cause["chunks"] < 70_000 * blocks
     assert home.by_cause["full_buffers"] < gathered.by_cause["full_buffers"]
 
 
