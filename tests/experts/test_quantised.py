@@ -11,6 +11,8 @@ import torch
 import zero3
 from tests.support.experts import Training, made, tokens
 from tests.support.ranks import run_mesh, run_ranks
+from zero3.quantized.formats import Format
+from zero3.quantized.sections import Rows
 
 
 def base(name: str, info: Any = None) -> bool:
@@ -113,6 +115,38 @@ def test_checkpoints_of_quantised_experts_load_anywhere(saved: Any, loaded: Any,
 
     run_ranks(saved[0], save)
     run_ranks(loaded[0], load)
+
+
+@pytest.mark.parametrize("name", ["NF4", "Int8", "MXFP4"])
+@pytest.mark.parametrize("frozen_too", [True, False])
+def test_checkpoints_of_version_0_1_load(name: str, frozen_too: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have a quantised parameter's sections one after another, not matrix by matrix; or a hash of them."""
+    kind, experts = FORMATS[name]
+    saved: list[Any] = []
+
+    def training(group: Any, at_home: bool) -> Training:
+        return Training(group, zero3.ShardingPolicy(expert_parallel=at_home, quantize=kind), experts, frozen)
+
+    def save(group: Any) -> None:
+        before = training(group, False).train(1)
+        zero3.save_checkpoint(tmp_path / "one", before.model, before.optimizer, frozen=frozen_too)
+        saved.append(before.plain)
+
+    def load(group: Any) -> None:
+        after = training(group, True)
+        zero3.load_checkpoint(tmp_path / "one", after.model, after.optimizer)
+        after.plain = saved[0]
+        after.check()
+
+    with monkeypatch.context() as old:
+        old.setattr(Format, "rows", lambda self, shape: _one_row(self, shape))
+        old.setattr(Format, "stored", lambda self, shape: (self.nbytes(shape),))
+        run_ranks(2, save)
+    run_ranks(3, load) if name == "Int8" else run_ranks(2, load)
+
+
+def _one_row(kind: Format, shape: tuple[int, ...]) -> Rows:
+    return Rows(shape, 1, kind.sections(shape), kind.nbytes(shape), 256, kind.sections(shape))
 
 
 def test_quantised_experts_are_shown_whole() -> None:

@@ -144,6 +144,19 @@ def test_rows_stand_for_what_the_whole_tensor_stands_for(kind: Format, shape: tu
     codec = kind.codec(raw.device)
     found = torch.cat([codec.dequantize(row, torch.float32).view(-1) for row in rows.seen(raw)])
     assert torch.equal(found, kind.dequantize(quantized, torch.float32).view(-1))
+    whole, filled, again = torch.zeros(kind.nbytes(shape), dtype=torch.uint8), torch.empty_like(raw), torch.zeros(kind.nbytes(shape))
+    kind.store(quantized, whole)
+    offsets = {section.name: section.offset for section in kind.sections(shape)}
+
+    def read(name: str, byte: int, out: Tensor) -> None:
+        out.copy_(whole[offsets[name] + byte :][: len(out)])
+
+    cuts = [0, raw.numel() // 3 + 1, raw.numel()] if raw.numel() else []  # anywhere
+    for start, stop in pairwise(cuts):
+        rows.fill(start, filled.view(-1)[start:stop], read)
+        for at, values in rows.as_whole(start, raw.view(-1)[start:stop]):
+            again[at : at + len(values)] += values
+    assert torch.equal(filled, raw) and torch.equal(again, whole.float())  # nothing twice
 
 
 @pytest.mark.parametrize(("shape", "together"), [((3, 64, 256), 256), ((3, 64, 264), 8), ((300, 64, 1), 1)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..core.layout import Piece
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..quantized.formats import MXFP4, NF4, Float8, Format
-from ..quantized.sections import SCALES_NUMEL, Rows
+from ..quantized.sections import SCALES_NUMEL
 from .index_maps import IndexMap, Whole
 from .key_mapping import Fit
 from .reading import SliceReader
@@ -241,21 +240,18 @@ class PackedReader:
         self, reader: SliceReader, weight: QuantizedWeight, piece: Piece, kept: Tensor
     ) -> None:
         """Writes the bytes of `piece` into `kept`."""
-        kept.zero_()
-        rows, low, high = weight.rows, piece.start, piece.stop
-        for row, section in product(range(rows.count), rows.sections):
-            offset, size = row * rows.nbytes + section.offset, section.dtype.itemsize
-            first, last = max(low, offset), min(high, offset + section.numel * size)
-            if first >= last:
-                continue
-            target, before = kept[first - low : last - low], row * section.numel
-            if section.name == "codes":
-                self._read_codes(reader, before + first - offset, target)
-                continue
-            begin, end = (first - offset) // size, -(-(last - offset) // size)
-            found = self._scales(reader, rows, section.name, before + begin, before + end)
-            skipped = first - offset - begin * size
-            target.copy_(found.contiguous().view(torch.uint8)[skipped : skipped + len(target)])
+        sizes = {section.name: section.dtype.itemsize for section in weight.rows.sections}
+
+        def read(name: str, byte: int, target: Tensor) -> None:
+            if name == "codes":
+                self._read_codes(reader, byte, target)
+                return
+            size = sizes[name]
+            begin, end = byte // size, -(-(byte + len(target)) // size)
+            raw = self._scales(reader, name, begin, end).contiguous().view(torch.uint8)
+            target.copy_(raw[byte - begin * size :][: len(target)])
+
+        weight.rows.fill(piece.start, kept, read)
 
     def _read_codes(self, reader: SliceReader, start: int, target: Tensor) -> None:
         if isinstance(self._map, Whole):
@@ -264,15 +260,14 @@ class PackedReader:
         else:
             reader.read(self._raw, start, target)
 
-    def _scales(self, reader: SliceReader, rows: Rows, name: str, begin: int, end: int) -> Tensor:
+    def _scales(self, reader: SliceReader, name: str, begin: int, end: int) -> Tensor:
         if name == "offset":
             return torch.tensor([self._parts[0].offset], dtype=torch.float32)
         if isinstance(self._map, Whole):
-            again = SCALES_NUMEL // rows.scales_together if name == "scale_scales" else 1
-            stored, first = self._parts[0].sections[name], begin // again
-            out = torch.empty(-(-end // again) - first, dtype=stored.dtype)
-            reader.read(Whole(stored, (stored.numel,)), first, out)
-            return out.repeat_interleave(again)[begin - first * again :]
+            stored = self._parts[0].sections[name]
+            out = torch.empty(end - begin, dtype=stored.dtype)
+            reader.read(Whole(stored, (stored.numel,)), begin, out)
+            return out
         numbers, places = (each[begin:end] for each in self._tiles())
         out = torch.empty(end - begin, dtype=torch.float32)
         for number in sorted(set(numbers.tolist())):

@@ -87,7 +87,8 @@ class Format(ABC):
                 for name, dtype, numel in parts
             ]
         sections = placed(parts)
-        return Rows(in_row, count, sections, aligned(sections[-1].stop), together)
+        nbytes, whole = aligned(sections[-1].stop), self.sections(shape)
+        return Rows(in_row, count, sections, nbytes, together, whole)
 
     def stored(self, shape: Shape) -> Shape:
         """The shape of the bytes of a tensor of this shape: of `rows`, where it has matrices."""
