@@ -87,7 +87,7 @@ def test_plan_of_two_ranks() -> None:
 
 
 def test_plan_of_quantised_experts_at_home() -> None:
-    """Chunks are as large as without, but for the tables of NF4 (69 kB) that layers have, and more are layers. Nothing of them is gathered."""
+    """Chunks are as large as without, but for the tables of NF4 (69 kB) of more layers. Nothing of experts is gathered."""
     lora = LoraConfig(r=2, target_modules=["q_proj"])
     plans = [
         zero3.plan(
