@@ -12,7 +12,7 @@ import zero3
 from tests.support.experts import Training, made, tokens
 from tests.support.ranks import run_mesh, run_ranks
 from zero3.quantized.formats import Format
-from zero3.quantized.sections import Rows
+from zero3.quantized.sections import StoredRows
 
 
 def base(name: str, info: Any = None) -> bool:
@@ -145,8 +145,8 @@ def test_checkpoints_of_version_0_1_load(name: str, frozen_too: bool, tmp_path: 
     run_ranks(3, load) if name == "Int8" else run_ranks(2, load)
 
 
-def _one_row(kind: Format, shape: tuple[int, ...]) -> Rows:
-    return Rows(shape, 1, kind.sections(shape), kind.nbytes(shape), 256, kind.sections(shape))
+def _one_row(kind: Format, shape: tuple[int, ...]) -> StoredRows:
+    return StoredRows(shape, 1, kind.sections(shape), kind.nbytes(shape), 256, kind.sections(shape))
 
 
 def test_quantised_experts_are_shown_whole() -> None:

@@ -18,7 +18,7 @@ from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..faces.quantised import weight_of
 from ..names import named_tensors
-from ..quantized.sections import Rows
+from ..quantized.sections import StoredRows
 
 __all__: list[str] = []
 
@@ -162,7 +162,7 @@ class Contents:
             return tuple(sharded.stand_in.shape)
         return sharded.chunk.layout.slots[sharded.index].shape
 
-    def rows(self, name: str) -> Rows | None:
+    def rows(self, name: str) -> StoredRows | None:
         """Where a parameter lies that is quantised and stored in rows. None: it is neither."""
         weight = weight_of(self.parameters[name].sites) if name in self.parameters else None
         return None if weight is None or weight.rows.count == 1 else weight.rows

@@ -130,7 +130,7 @@ class AtHome:
             weakref.WeakKeyDictionary()
         )
         self._latest = 0, 0, 0, 0  # H, k, and the lengths of their elements
-        self.crowded = False  # in a plan: all tokens of all ranks come to this one
+        self._crowded = False  # in a plan
 
     def serve(self, state: LayerState) -> None:
         """It is the call of this layer from now on."""
@@ -140,6 +140,10 @@ class AtHome:
             Entry(doing, state.subject, 2 * state.identity + 1 | (1 + way) << 32)
             for way, doing in enumerate(_DOING)
         ]
+
+    def expect(self, *, crowded: bool) -> None:
+        """For plans: from now on tokens use all experts alike, or all ranks' come to this one."""
+        self._crowded = crowded
 
     def _layer(self) -> LayerState:
         if (state := self._state()) is None:
@@ -258,7 +262,7 @@ class AtHome:
         sent, own = [round(tokens * share) for share in reach], self.end - self.first
         here = round(tokens * (1 - math.comb(self.experts - own, used) / all_choices))
         pairs = tokens * used * len(sizes) * own // self.experts
-        if self.crowded and own:
+        if self._crowded and own:
             sent = [tokens * (first == self.first) for first in bounds[:-1]]
             here, pairs = tokens, tokens * used * len(sizes)
         source, came = index.new_empty(sum(sent)), [here] * len(sizes)

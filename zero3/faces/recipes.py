@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..quantized.codec import Codec
 from ..quantized.formats import Format
-from ..quantized.sections import QuantizedTensor, Rows
+from ..quantized.sections import QuantizedTensor, StoredRows
 
 __all__: list[str] = []
 
@@ -29,7 +29,7 @@ class QuantizedWeight:
     dtype: torch.dtype  # in which the layer computes
     codec: Codec
     stretched: Tensor  # the parameter's data: a NaN, stretched to its shape
-    rows: Rows
+    rows: StoredRows
     shown_as: type[nn.Parameter]  # the parameter's class while the layer is fetched, to compute
     parameter: weakref.ref[nn.Parameter]
     # views of the full buffer, from its first fetch on; and its data then, of so many matrices

@@ -98,9 +98,7 @@ class Trace:
         self.after_forward = 0
         self.model.register_forward_hook(self._after_forward)
         self._loss, self._accumulating = loss, accumulating
-        self._stepped = False
-        self._peaks: dict[tuple[int, int, int], int] = {}
-        self._homes = [state.call for state in states if isinstance(state.call, AtHome)]
+        self._peaks: dict[tuple[int, int, int, bool], int] = {}
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
 
     @property
@@ -131,39 +129,42 @@ class Trace:
         ordered = sorted(self._chunks, key=lambda each: each[0] is not self._root)
         return [_full_nbytes(chunk) for _, chunk in ordered if not chunk.shard.requires_grad]
 
-    def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
+    @property
+    def _homes(self) -> list[AtHome]:
+        calls = [state.call for state in states_of(self.model)]
+        return [call for call in calls if isinstance(call, AtHome)]
+
+    def measure(
+        self, batch: int, sequence: int, accumulation: int = 1, *, crowded: bool = False
+    ) -> list[Moment]:
         """The moments of one step after the first. All micro-batches after the second are as the
-        second.
+        second. `crowded`: all tokens come to this rank's experts at home.
         """
         micro_batches = min(accumulation, 2)
+        for home in self._homes:
+            home.expect(crowded=crowded)
         with self._counting():
-            # the order of layers, and the optimizer's state, are learned first
-            if not self._stepped:
+            if not self._peaks:  # the order of layers, and the optimizer's state, are learned first
                 self._step(batch, sequence, 1)
-                self._stepped = True
             self.ledger.moments.clear()
             self.ledger.most_elsewhere = 0
             self.kernels.attention.clear()
             self.after_forward = 0
             self._step(batch, sequence, micro_batches)
-        if not self._homes:
-            self._peaks[batch, sequence, micro_batches] = peak_of(self.ledger.moments)[0]
+        for home in self._homes:
+            home.expect(crowded=False)
+        most = peak_of(self.ledger.moments)[0]
+        self._peaks[batch, sequence, micro_batches, crowded] = most
         return list(self.ledger.moments)
 
     def peak(self, batch: int, sequence: int, accumulation: int = 1) -> int:
         """The most bytes that are alive in such a step; with experts at home, if all tokens come to
         this rank. Each is made once.
         """
-        key = batch, sequence, min(accumulation, 2)
-        if key not in self._peaks:
-            self._crowd(True)
-            self._peaks[key] = peak_of(self.measure(*key))[0]
-            self._crowd(False)
-        return self._peaks[key]
-
-    def _crowd(self, on: bool) -> None:
-        for home in self._homes:
-            home.crowded = on
+        sizes, crowded = (batch, sequence, min(accumulation, 2)), bool(self._homes)
+        if (*sizes, crowded) not in self._peaks:
+            self.measure(*sizes, crowded=crowded)
+        return self._peaks[*sizes, crowded]
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
         """What a step after the first does, in order: `Work` of compute, and transfers that are
@@ -175,7 +176,7 @@ class Trace:
 
     def micro_batches(self, batch: int, sequence: int, number: int) -> list[list[Any]]:
         """The events of each micro-batch of such a step. The optimizer's are with the last."""
-        if not self._stepped:
+        if not self._peaks:
             self.measure(batch, sequence)
         found: list[list[Any]] = []
 

@@ -22,7 +22,7 @@ from .codec import (
     Shape,
     TransposedMXFP4Codec,
 )
-from .sections import SCALES_NUMEL, QuantizedTensor, Rows, Section, aligned, placed, seen_as
+from .sections import SCALES_NUMEL, QuantizedTensor, Section, StoredRows, aligned, placed, seen_as
 
 __all__: list[str] = []
 
@@ -69,7 +69,7 @@ class Format(ABC):
         """The bytes of a tensor of this shape: a multiple of 64."""
         return aligned(self.sections(shape)[-1].stop)
 
-    def rows(self, shape: Shape) -> Rows:
+    def rows(self, shape: Shape) -> StoredRows:
         """Where a tensor of this shape lies in its bytes."""
         in_row: Shape = shape
         count, together = 1, SCALES_NUMEL
@@ -88,7 +88,7 @@ class Format(ABC):
             ]
         sections = placed(parts)
         nbytes, whole = aligned(sections[-1].stop), self.sections(shape)
-        return Rows(in_row, count, sections, nbytes, together, whole)
+        return StoredRows(in_row, count, sections, nbytes, together, whole)
 
     def stored(self, shape: Shape) -> Shape:
         """The shape of the bytes of a tensor of this shape: of `rows`, where it has matrices."""

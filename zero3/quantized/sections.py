@@ -109,7 +109,7 @@ def seen_as(
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StoredRows:
     """Where a quantised tensor `[E, ...]` of three dimensions is stored: rows of bytes `[E / per,
     nbytes]`, of `per` matrices each, so that it can be cut between them. A row is what the same
     matrices have in the whole tensor, section by section; a common scale of scales in two rows
