@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 
@@ -23,27 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.report import markdown, median, progress, write
-
-
-class Shape(NamedTuple):
-    """A model's experts."""
-
-    layers: int
-    width: int
-    experts: int
-    used: int  # by a token
-    numbers: int  # parameters of one expert
-
-    def gathered(self, ranks: int, itemsize: int) -> float:
-        """Bytes that a rank sends, if all experts are gathered twice and their gradients reduced once."""
-        return 3 * self.layers * self.experts * self.numbers * itemsize * (ranks - 1) / ranks
-
+from benchmarks.experts.models import Mixture
 
 MODELS = {
-    "Qwen3-30B-A3B": Shape(48, 2048, 128, 8, 3 * 2048 * 768),
-    "Mixtral 8x7B": Shape(32, 4096, 8, 2, 3 * 4096 * 14336),
-    "gpt-oss-20b": Shape(24, 2880, 32, 4, 3 * 2880 * 2880 + 3 * 2880),
-    "gpt-oss-120b": Shape(36, 2880, 128, 4, 3 * 2880 * 2880 + 3 * 2880),
+    "Qwen3-30B-A3B": Mixture(48, 128, 8, 2048, 3 * 2048 * 768),
+    "Mixtral 8x7B": Mixture(32, 8, 2, 4096, 3 * 4096 * 14336),
+    "gpt-oss-20b": Mixture(24, 32, 4, 2880, 3 * 2880 * 2880 + 3 * 2880),
+    "gpt-oss-120b": Mixture(36, 128, 4, 2880, 3 * 2880 * 2880 + 3 * 2880),
 }
 ROUTINGS = ("balanced", "one rank")
 
@@ -87,7 +73,7 @@ class Block(nn.Module):
         return x + self.experts(x, index, weights.to(x.dtype))
 
 
-def counted(shape: Shape, ranks: int, tokens: int, routing: str) -> tuple[float, float]:
+def counted(shape: Mixture, ranks: int, tokens: int, routing: str) -> tuple[float, float]:
     """Bytes that the busiest rank sends in a step of one block, and those that distinct pairs need."""
     import zero3
     from benchmarks.experts.threads import CountingRank, on_threads
@@ -172,15 +158,16 @@ def train(rank: int, ranks: int, system: str, steps: int, tokens: int) -> dict[s
         live.restart()
         step(1)
         peak = live.peak
-    seconds, sent = [], []
+    seconds, worked, sent = [], [], []
     for number in range(steps):
         dist.barrier()
-        began, before = time.perf_counter(), sent_bytes(INTERFACE)
+        began, before, busy = time.perf_counter(), sent_bytes(INTERFACE), time.process_time()
         step(2 + number)
+        worked.append(time.process_time() - busy)
         dist.barrier()
         seconds.append(time.perf_counter() - began)
         sent.append(sent_bytes(INTERFACE) - before)
-    return {"seconds": seconds, "sent": sent, "peak": peak, "parameters": sum(p.numel() for p in Block(**LINKED).parameters()) * 4}
+    return {"seconds": seconds, "worked": worked, "sent": sent, "peak": peak}
 
 
 def linked(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -188,7 +175,7 @@ def linked(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from benchmarks.fabric.network import INTERFACE, NoNetwork, cable
 
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    found: dict[str, dict[str, list[Any]]] = {system: {"seconds": [], "sent": [], "peak": []} for system in SYSTEMS}
+    found: dict[str, dict[str, list[Any]]] = {system: {"seconds": [], "worked": [], "sent": [], "peak": []} for system in SYSTEMS}
     try:
         with cable() as link:
             link.set_rate(args.link)
@@ -196,7 +183,7 @@ def linked(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 for system in SYSTEMS:
                     progress(f"repetition {repetition + 1} of {args.repetitions}: {system}")
                     reports = on_ranks(2, train, system, args.steps, args.linked_tokens, namespaces=link.names)
-                    for what in ("seconds", "sent"):
+                    for what in ("seconds", "worked", "sent"):
                         found[system][what] += [max(pair) for pair in zip(*(each[what] for each in reports), strict=True)]
                     found[system]["peak"].append(max(each["peak"] for each in reports))
     except NoNetwork as error:
@@ -205,10 +192,10 @@ def linked(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     slowest = median(found[SYSTEMS[-1]]["seconds"])
     for system, each in found.items():
         seconds = median(each["seconds"])
-        cells = [f"{seconds * 1e3:.0f}", f"{seconds / slowest:.2f}", f"{median(each['sent']) / 1e6:.1f}", f"{max(each['peak']) / 1e6:.0f}"]
-        rows.append([system, *cells])
+        cells = [f"{seconds * 1e3:.0f}", f"{seconds / slowest:.2f}", f"{median(each['worked']) * 1e3:.0f}"]
+        rows.append([system, *cells, f"{median(each['sent']) / 1e6:.1f}", f"{max(each['peak']) / 1e6:.0f}"])
     head = f"2 ranks, {args.link:g} Gbit/s, {args.linked_tokens} tokens a rank, 25 of 26 M parameters in experts, fp32\n\n"
-    return found, head + markdown(["system", "ms a step", "x FSDP2", "MB sent by a rank", "peak of live MB"], rows)
+    return found, head + markdown(["system", "ms a step", "x FSDP2", "of a core, ms", "MB sent by a rank", "peak of live MB"], rows)
 
 
 def main() -> None:

@@ -23,8 +23,9 @@ from benchmarks.common.report import leave, progress
 from benchmarks.race import validate
 from benchmarks.race.lanes import draw, trace_events
 from benchmarks.race.machines import H100_500W
+from benchmarks.race.models import SHAPES
 from benchmarks.race.runs import Run, kept
-from benchmarks.race.tables import MAIN, OTHERS, OURS, RIVALS, SIMULATED, SYSTEMS, Results, ahead, comparison, per_cell
+from benchmarks.race.tables import AT_HOME, MAIN, OTHERS, OURS, RIVALS, SIMULATED, SYSTEMS, Results, ahead, comparison, per_cell
 from tests.device.clock import HOSTS, Clocks
 
 HERE = Path(__file__).parent
@@ -41,9 +42,12 @@ def _sizes(batch: str) -> tuple[int, int]:
 
 
 def entered(of: list[Run]) -> Iterator[tuple[Run, str]]:
-    """Who runs where: zero3 and FSDP2 everywhere, the others beside them in the cells of the first model and number of ranks."""
+    """Who runs where: zero3 and FSDP2 everywhere, the others beside them in the cells of the first model and number of ranks. Experts stay
+    at home where each rank has some."""
     for cell in of:
-        for name in SYSTEMS:
+        for name, (_, chosen) in SYSTEMS.items():
+            if AT_HOME in chosen and SHAPES[cell.model].experts < cell.ranks:
+                continue
             if name not in OTHERS or (cell.model, cell.ranks) == (of[0].model, of[0].ranks):
                 yield cell, name
 

@@ -95,23 +95,35 @@ class Gated(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes to the experts that its router prefers, with as much room as an even spread takes; nothing asks the host."""
+    """They have as much room as an even spread takes; nothing asks the host."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.count, self.chosen = shape.experts, shape.chosen
-        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.num_experts = shape.experts
         self.gate, self.up = (nn.Parameter(torch.empty(shape.experts, shape.width, shape.inner)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(shape.experts, shape.inner, shape.width))
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        order, each = chosen.flatten().argsort(), chosen.shape[1]  # by expert; an even spread gives all the same number
+        rows = tokens.index_select(0, order // each).view(self.num_experts, -1, tokens.shape[1])
+        found = torch.bmm(functional.silu(torch.bmm(rows, self.gate)) * torch.bmm(rows, self.up), self.down).flatten(0, 1)
+        found = found * weights.flatten().index_select(0, order).unsqueeze(1)
+        return torch.zeros_like(tokens).index_add(0, order // each, found)
+
+
+class Mixture(nn.Module):
+    """Each token goes to the experts that its router prefers."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.chosen = shape.chosen
+        self.router = nn.Linear(shape.width, shape.experts, bias=False)
+        self.experts = Experts(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(-1).topk(self.chosen)
-        order = chosen.flatten().argsort()  # by expert; an even spread gives each the same number
-        rows = tokens.index_select(0, order // self.chosen).view(self.count, -1, tokens.shape[1])
-        found = torch.bmm(functional.silu(torch.bmm(rows, self.gate)) * torch.bmm(rows, self.up), self.down).flatten(0, 1)
-        found = found * weights.flatten().index_select(0, order).unsqueeze(1)
-        return torch.zeros_like(tokens).index_add(0, order // self.chosen, found).view_as(x)
+        return self.experts(tokens, chosen, weights).view_as(x)
 
 
 class Block(nn.Module):
@@ -119,7 +131,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = Norm(shape.width), Norm(shape.width)
         self.attention = Attention(shape)
-        self.mlp = Experts(shape) if shape.experts else Gated(shape)
+        self.mlp = Mixture(shape) if shape.experts else Gated(shape)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), turns)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zero3
 from benchmarks.race.models import Model
 from zero3.access import states_of
+from zero3.experts.at_home import _LENGTHS, _NEEDS, _PAIRS, AtHome
 
 
 @dataclass
@@ -30,6 +31,24 @@ def _layers(model: Model) -> list[nn.Module]:
     return [model.embedding, *model.blocks, model.readout]
 
 
+def spread_evenly(home: AtHome) -> None:
+    """Calls go on with the counts of tokens that use all experts alike: how many go where depends on values, and there are none here. The
+    counts' kernels and their exchange are made, and the host waits for them."""
+    find, count, calls = home._find_route, home._count, list[Tensor]()
+
+    def noted(state: Any, inputs: tuple[Tensor, Tensor, Tensor], *, needs: bool) -> Any:
+        calls[:] = [inputs[1]]
+        return find(state, inputs, needs=needs)
+
+    def told(words: Tensor) -> list[list[int]]:
+        count(words)
+        route, (*_, length, of_weights) = home._planned(calls[0], needs=True), home._latest
+        same = route.pairs // len(words) << _PAIRS | length << _LENGTHS | of_weights << _LENGTHS + 4 | 1 << _NEEDS
+        return [[rows | same for rows in each] for each in (route.sent, route.received)]
+
+    home._find_route, home._count = noted, told  # type: ignore[method-assign]
+
+
 def by_zero3(model: Model, ranks: int, **chosen: Any) -> Training:
     turns = model.turns  # buffers of rank 0 are sent to all, and a model on meta has none
     model.turns = torch.empty_like(turns, device="cuda")
@@ -38,6 +57,8 @@ def by_zero3(model: Model, ranks: int, **chosen: Any) -> Training:
     for state in states_of(model):
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
+        if isinstance(state.call, AtHome):
+            spread_evenly(state.call)
     return Training(model, zero3.get_trainable_chunk(model), lambda: zero3.clip_grad_norm_(model, 1.0))
 
 

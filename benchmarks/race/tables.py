@@ -13,9 +13,10 @@ from tests.device.clock import HOSTS
 SIMULATED = "Simulated; no GPU was used."
 EQUAL = 1.02  # ratios of times up to it are called equal
 MAIN = next(iter(MACHINES))
-OURS = "zero3"
+OURS, AT_HOME = "zero3", "expert_parallel"
 SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {  # a system, and what is chosen of it
     "zero3": (OURS, ()),
+    "zero3, experts at home": (OURS, (AT_HOME,)),
     "FSDP2": ("fsdp2", ()),
     "FSDP2, last layer kept": ("fsdp2", ("keep_last",)),
     "FSDP1": ("fsdp1", ()),

@@ -333,4 +333,14 @@ FAULTS = [
         "            self._among.all_to_all(into.view(-1), flat.view(-1), bounds, places).wait()\n",
         "experts_at_home",
     ),
+    Fault(
+        "counts of tokens travel beside compute",
+        "experts/at_home.py",
+        "        self._among.all_to_all(received, words).wait()\n",
+        # what is read then is any number, and memory is taken for so many rows: 1023 at most
+        "        with torch.Stream(words.device):\n"
+        "            self._among.all_to_all(received, words).wait()\n"
+        "        received &= 1023 | 1023 << _PAIRS | 255 << _LENGTHS | 1 << _NEEDS\n",
+        "experts_at_home",
+    ),
 ]

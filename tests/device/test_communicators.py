@@ -185,3 +185,26 @@ def test_in_order_a_stream_waits_for_another_without_the_host() -> None:
         return total.item()
 
     assert run(2, body) == [4, 4]
+
+
+def _experts_where_there_is_room_for(count: int, seed: int) -> str:
+    from tests.device import simulated
+
+    scenario = SCENARIOS["experts_at_home_prefetch"]
+    simulated.schedule("random", seed, progress=0.3)
+    simulated.C.set_room(count)
+    try:
+        run(2, lambda me: on_host(list(scenario(me))) and None)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        simulated.C.set_room(0)
+        simulated.recover()
+    return ""
+
+
+def test_tokens_and_gathers_need_room_for_two() -> None:
+    """Ranks begin the transfers of both communicators in one order (the device would tell otherwise), and never three at once."""
+    assert [_experts_where_there_is_room_for(2, seed) for seed in range(4)] == [""] * 4
+    found = [error for seed in range(6) if (error := _experts_where_there_is_room_for(1, seed))]
+    assert found and all("no stream can go on" in text for text in found)

@@ -39,6 +39,23 @@ def test_what_is_recorded_twice_has_the_same_figures(steps: dict[str, Any], host
     assert steps[f"again, {host}"] == steps[f"zero3, {host}"]
 
 
+def test_experts_at_home_send_less_and_wait_once_for_each_call() -> None:
+    """Three blocks of four experts, on four ranks: the model's code is the same."""
+    from benchmarks.race.machines import H100
+    from benchmarks.race.record import logged
+    from benchmarks.race.runs import Run
+    from tests.device.clock import HOSTS, Clocks
+
+    gathers = Run("zero3", "tiny-moe", 4, 1, 32)
+    systems = {"home": replace(gathers, chosen=("expert_parallel",)), "gathered": gathers, "fsdp2": replace(gathers, system="fsdp2")}
+    found = {name: Clocks(H100, HOSTS["free"]).replay(logged(run, steps=2))[-1] for name, run in systems.items()}
+    assert found["home"].collectives["all_to_all"] == 3 * 5
+    assert len(found["home"].waits) == 3 and not found["gathered"].waits
+    assert found["home"].moved["reduce_scatter"] < found["gathered"].moved["reduce_scatter"] / 2
+    sent = {name: sum(each.moved.values()) for name, each in found.items()}
+    assert sent["home"] < sent["gathered"] < 1.01 * sent["fsdp2"]
+
+
 def test_zero3_asks_for_no_more_than_fsdp2(steps: dict[str, Any]) -> None:
     ours, theirs = steps["zero3, free"], steps["fsdp2, free"]
     assert ours.launches <= theirs.launches

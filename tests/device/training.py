@@ -117,9 +117,9 @@ class Experts(nn.Module):
 class Mixed(Block):
     """Where a row goes depends on its place."""
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant: bool | None = None, *, trains: bool = True) -> None:
         super().__init__(reentrant)
-        self.router, self.experts = nn.Linear(WIDTH, 3), Experts()
+        self.router, self.experts = nn.Linear(WIDTH, 3), Experts().requires_grad_(trains)
 
     def compute(self, x: Tensor) -> Tensor:
         hidden = self.norm(x)

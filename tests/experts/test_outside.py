@@ -261,3 +261,36 @@ def test_a_lone_layer_makes_its_experts_layers() -> None:
             zero3.Zero3Layer(nn.Linear(3, 3), policy=HOME, process_group=group)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("routes", "share"), [("one", 2.0), ("", None)])
+def test_profile_tells_how_many_rows_the_busiest_rank_gets(routes: str, share: float | None) -> None:
+    """Over the mean: two, if one of two ranks gets all."""
+
+    def prepare(model: Model) -> None:
+        for block in model.blocks:
+            block.routes = routes
+
+    def body(group: Any) -> None:
+        training = Training(group, HOME, prepare=prepare)
+        training.train(1)
+        with zero3.profile(training.model) as found:
+            training.train(2, first=1)
+        assert [*found.busiest] == [f"layer 'blocks.{number}.experts' (Experts)" for number in range(2)]
+        assert all(1 <= each <= 2 if share is None else each == share for each in found.busiest.values())
+        assert all(f"{layer}: the busiest rank gets {each:.2f} x the mean" in str(found) for layer, each in found.busiest.items())
+
+    run_ranks(2, body)
+
+
+def test_report_counts_experts_also_of_quantised_ones() -> None:
+    """Two experts have a row of bytes together."""
+
+    def body(group: Any) -> None:
+        kind = zero3.NF4(block_size=32, select=lambda name, info: name.endswith(("experts.up", "experts.down")))
+        model = sharded(group, zero3.ShardingPolicy(expert_parallel=True, quantize=kind), made(4).requires_grad_(False))
+        report = zero3.report(model)
+        assert report.experts == (2 * 2, 2 * 4)
+        assert "4 of 8 experts stay here, tokens travel" in str(report) and "nf4(32, double)" in str(report)
+
+    run_ranks(2, body)

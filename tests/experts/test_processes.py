@@ -30,6 +30,24 @@ def prepared(checkpoints: str) -> Any:
     return prepare
 
 
+def is_base(name: str, info: Any) -> bool:
+    return name.endswith(("experts.up", "experts.down"))
+
+
+def quantised(rank: Rank, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    """Ranks of `dp_shard` cut the bytes of a block of experts anywhere."""
+
+    def frozen(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not is_base(name, None))
+
+    policy = zero3.ShardingPolicy(expert_parallel=True, quantize=zero3.Int8(block_size=16, select=is_base))
+    training = Training(Group(rank, mesh_of(names, *shape)), policy, prepare=frozen).train(2, micros=2, keeps=True).check()
+    zero3.save_checkpoint(rank.scratch / "checkpoint", training.model, training.optimizer)
+    zero3.load_checkpoint(rank.scratch / "checkpoint", training.model, training.optimizer)
+    training.train(1, first=4).check()
+
+
 def train(rank: Rank, names: tuple[str, ...], shape: tuple[int, ...], checkpoints: str, policy: dict[str, Any]) -> list[int]:
     mesh = mesh_of(names, *shape) if names else None
     training = Training(Group(rank, mesh), zero3.ShardingPolicy(expert_parallel=True, **policy), prepare=prepared(checkpoints))
@@ -51,6 +69,12 @@ def test_meshes_train_as_one_process(names: tuple[str, ...], shape: tuple[int, .
     for each in shape:
         ranks *= each
     on_ranks(ranks, train, names, shape, checkpoints, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "shape"), [(DEALT, (2, 2)), (REPLICAS, (2, 2))])
+def test_quantised_experts_on_meshes(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    on_ranks(4, quantised, names, shape)
 
 
 def refused_without_the_policy(rank: Rank) -> None:

@@ -86,6 +86,35 @@ def test_plan_of_two_ranks() -> None:
         assert plan.peak_bytes == pytest.approx(found, rel=0.02)
 
 
+def test_plan_of_quantised_experts_at_home() -> None:
+    """Chunks are as large as without, but for the tables of NF4 (69 kB) of more layers. Nothing of experts is gathered."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    plans = [
+        zero3.plan(
+            model_of(Case("Qwen3Moe")), ranks=2, sequence=16, device="cpu", lora=lora,
+            policy=zero3.ShardingPolicy(quantize=zero3.NF4(), expert_parallel=at_home),
+        )
+        for at_home in (True, False)
+    ]  # fmt: skip
+    home, gathered = plans
+    blocks = model_of(Case("Qwen3Moe")).config.num_hidden_layers
+    assert 0 <= home.by_cause["chunks"] - gathered.by_cause["chunks"] < 70_000 * blocks
+    assert home.by_cause["full_buffers"] < gathered.by_cause["full_buffers"]
+
+
+def test_plan_of_experts_at_home() -> None:
+    """Tokens are routed by values, which a plan does not have: about as many go everywhere. All to one rank is the upper end."""
+    case = Case("Qwen3Moe", policy=(("expert_parallel", True),))
+    for rank, found in enumerate(on_ranks(2, peak_on, case)):
+        plan = plan_of(case, 2, rank=rank)
+        assert plan.peak_bytes == pytest.approx(found, rel=0.03)
+        low, high = plan.unknown
+        assert low == 0 < high
+        assert "all tokens to one rank's experts" in str(plan)
+        roomy, tight = (plan_of(case, 2, rank=rank, memory=plan.peak_bytes + more) for more in (high, high // 2))
+        assert roomy.fits and not tight.fits
+
+
 def test_plan_knows_that_ranks_differ_on_gloo_alone() -> None:
     """There a rank holds those gradients for a moment of which a part belongs to it."""
     case = Case("Qwen3Moe", checkpointing=True, policy=tuple(BF16.items()))

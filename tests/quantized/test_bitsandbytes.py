@@ -80,3 +80,21 @@ def test_nf4_decoded_by_its_kernel_has_the_bits_of_our_own_code(
     ours.decode(quantized, start, mine)
     theirs.decode(quantized, start, other)
     assert mine.equal(other)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 128), (5, 16, 40), (4, 192, 704)], ids=str)
+def test_rows_of_experts_have_the_bytes_of_bitsandbytes(shape: tuple[int, int, int]) -> None:
+    """Of the whole parameter, cut at experts. Experts of 11 blocks begin inside of 256 scales with one of their own."""
+    values, kind = drawn(shape, torch.float32), NF4()
+    codes, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4", compress_statistics=True)
+    rows = kind.rows(shape)
+    raw = torch.empty(kind.stored(shape), dtype=torch.uint8)
+    rows.store(kind.quantize(values), raw)
+    each = rows.seen(raw)
+    assert len(each) == shape[0]
+    assert torch.cat([row.codes for row in each]).equal(codes.view(-1))
+    assert torch.cat([row.scales for row in each]).equal(state.absmax)
+    state.shape = torch.Size([values.numel()])
+    whole = functional.dequantize_4bit(codes, state).view(shape)
+    for row, expected in zip(each, whole, strict=True):
+        assert kind.codec(raw.device).dequantize(row, torch.float32)[0].equal(expected)

@@ -120,16 +120,55 @@ def test_quantized_tensors_are_stored_in_aligned_sections(kind: Format, shape: t
 @given(formats, shapes, st.data())
 def test_codes_of_a_range_of_bytes(kind: Format, shape: tuple[int, ...], data: st.DataObject) -> None:
     """A rank that holds some of the bytes finds the elements that it has to quantise: those whose codes change with these bytes."""
-    low = data.draw(st.integers(0, kind.nbytes(shape)))
-    high = data.draw(st.integers(low, kind.nbytes(shape)))
-    raw = torch.zeros(kind.nbytes(shape), dtype=torch.uint8)
-    kind.store(kind.quantize(torch.ones(shape)), raw)
-    before = kind.seen(raw.clone(), shape).codes.view(torch.uint8)
-    raw[low:high] ^= 255
-    changed = (kind.seen(raw, shape).codes.view(torch.uint8) != before).nonzero().flatten().tolist()
+    rows, raw = kind.rows(shape), torch.zeros(kind.stored(shape), dtype=torch.uint8)
+    low = data.draw(st.integers(0, raw.numel()))
+    high = data.draw(st.integers(low, raw.numel()))
+    rows.store(kind.quantize(torch.ones(shape)), raw)
+
+    def codes() -> torch.Tensor:
+        return torch.cat([row.codes.view(torch.uint8) for row in rows.seen(raw)])
+
+    before = codes()
+    raw.view(-1)[low:high] ^= 255
+    changed = (codes() != before).nonzero().flatten().tolist()
     start, stop = kind.elements_between(shape, low, high)
     per_byte = 1 if kind.sections(shape)[0].dtype != torch.uint8 else 2
     assert {element // per_byte for element in range(start, stop)} == set(changed)
+
+
+@given(formats, shapes, seeds)
+def test_rows_stand_for_what_the_whole_tensor_stands_for(kind: Format, shape: tuple[int, ...], seed: int) -> None:
+    quantized, rows = kind.quantize(drawn(shape, seed, torch.float32)), kind.rows(shape)
+    raw = torch.empty(kind.stored(shape), dtype=torch.uint8)
+    rows.store(quantized, raw)
+    codec = kind.codec(raw.device)
+    found = torch.cat([codec.dequantize(row, torch.float32).view(-1) for row in rows.seen(raw)])
+    assert torch.equal(found, kind.dequantize(quantized, torch.float32).view(-1))
+    whole, filled, again = torch.zeros(kind.nbytes(shape), dtype=torch.uint8), torch.empty_like(raw), torch.zeros(kind.nbytes(shape))
+    kind.store(quantized, whole)
+    offsets = {section.name: section.offset for section in kind.sections(shape)}
+
+    def read(name: str, byte: int, out: Tensor) -> None:
+        out.copy_(whole[offsets[name] + byte :][: len(out)])
+
+    cuts = [0, raw.numel() // 3 + 1, raw.numel()] if raw.numel() else []  # anywhere
+    for start, stop in pairwise(cuts):
+        rows.fill(start, filled.view(-1)[start:stop], read)
+        for at, values in rows.as_whole(start, raw.view(-1)[start:stop]):
+            again[at : at + len(values)] += values
+    assert torch.equal(filled, raw) and torch.equal(again, whole.float())  # nothing twice
+
+
+@pytest.mark.parametrize(("shape", "together"), [((3, 64, 256), 256), ((3, 64, 264), 8), ((300, 64, 1), 1)])
+def test_rows_repeat_scales_that_matrices_share(shape: tuple[int, int, int], together: int) -> None:
+    kind, values = NF4(), torch.randn(shape)
+    rows = kind.rows(shape)
+    assert (rows.count, rows.scales_together) == (shape[0], together)
+    raw = torch.empty(kind.stored(shape), dtype=torch.uint8)
+    rows.store(kind.quantize(values), raw)
+    whole = kind.dequantize(kind.quantize(values), torch.float32)
+    for row, matrix in zip(rows.seen(raw), whole, strict=True):
+        assert torch.equal(kind.codec(raw.device).dequantize(row, torch.float32)[0], matrix)
 
 
 @given(st.sampled_from([1, 7, 256]), shapes, seeds, st.sampled_from(FLOATS))

@@ -117,9 +117,11 @@ def test_mxfp4_of_gpt_oss_is_stored_as_it_lies(world_size: int, checkpoint: Path
     for layer, chunks in enumerate(zip(*(chunks for chunks, _ in found), strict=True)):
         raw = torch.cat(chunks)
         expected = [stored[f"model.layers.{layer}.mlp.experts.{name}"] for name in ("gate_up_proj_blocks", "gate_up_proj_scales")]
-        start = expected[0].numel()
-        assert raw[:start].equal(expected[0].view(-1))
-        assert raw[start : start + expected[1].numel()].equal(expected[1].view(-1))
+        experts, columns, blocks, nbytes = expected[0].shape
+        rows = zero3.MXFP4(transposed=True).rows((experts, blocks * 2 * nbytes, columns))
+        each = rows.seen(raw[: experts * rows.nbytes].view(experts, rows.nbytes))  # expert by expert
+        assert torch.cat([row.codes for row in each]).equal(expected[0].view(-1))
+        assert torch.cat([row.scales for row in each]).equal(expected[1].view(-1))
         assert len(raw) < sum(value.numel() for name, value in stored.items() if f"layers.{layer}.mlp" in name and "s_" not in name) + 512
     plain = reference(checkpoint).state_dict()
     for _, values in found:

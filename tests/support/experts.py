@@ -105,6 +105,10 @@ class Training:
         self.group = group
         self.plain, self.model = made(experts), made(experts)
         prepare(self.plain), prepare(self.model)
+        if (kind := policy.quantize) is not None:
+            for block in self.plain.blocks:
+                for values in (block.experts.up.data, block.experts.down.data):
+                    values.copy_(kind.dequantize(kind.quantize(values), values.dtype))
         zero3.shard(self.model, [*self.model.blocks], policy=policy, process_group=getattr(group, "mesh", group))
         self.optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(self.model), lr=0.02)
         self.of_plain = torch.optim.AdamW([p for p in self.plain.parameters() if p.requires_grad], lr=0.02)

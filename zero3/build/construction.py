@@ -144,7 +144,7 @@ class _Examined:
                     most = Fraction(-(-len(parameter) // blocks) * blocks, len(parameter))
                 own, trains = parameter.dtype, parameter.requires_grad
                 if kind is not None:
-                    nbytes += math.ceil(kind.nbytes(parameter.shape) * most)
+                    nbytes += math.ceil(math.prod(kind.stored(parameter.shape)) * most)
                     continue
                 stored = master_dtype(policy, own) if trains else own
                 kept = dtypes_kept(policy, stored, compute_dtype(policy, own)) if trains else []
@@ -351,7 +351,8 @@ def _found_in(
     model = module if request.model is None else request.model
     formats = formats_of(parameters, policy, request.prefix, model)
     if request.dealer is not None:
-        check_experts(module, request.prefix, found, parameters, formats)
+        blocks = request.dealer.blocks(device)
+        check_experts(module, request.prefix, found, parameters, formats, blocks)
     alone = request.label is None and not any(is_layer(inner) for inner in module.modules())
     # `shard` looks at all layers together
     if policy.quantize is not None and not formats and alone:

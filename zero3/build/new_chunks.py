@@ -37,20 +37,24 @@ def chunk_groups(
     the order of groups' first parameters. `apart`: the module's own are groups of their own.
     """
     groups: dict[object, list[ParameterSites]] = {}
-    faces = {
-        kind.name: Quantised(kind, kind.codec(device), device)
-        for kind in {kind.name: kind for kind in formats.values()}.values()
-    }
+    kinds = {kind.name: kind for kind in formats.values()}
+    codecs = {name: kind.codec(device) for name, kind in kinds.items()}  # with tables
+    faces: dict[str, Quantised] = {}
     masters: dict[torch.dtype, Views] = {}
     for sites in parameters:
         key: tuple[bool, torch.dtype | str] = sites.parameter.requires_grad, sites.parameter.dtype
+        alone = apart and _is_own(sites)
         if (kind := formats.get(sites.name)) is not None:
             key = False, kind.name
-            faces[kind.name].take(sites, compute_dtype(policy, sites.parameter.dtype))
+            # chunks let go of their buffers one by one, and a face with its chunk
+            face = faces.setdefault(
+                sites.name if alone else kind.name, Quantised(kind, codecs[kind.name], device)
+            )
+            face.take(sites, compute_dtype(policy, sites.parameter.dtype))
         elif sites.parameter.requires_grad and policy.master_dtype is not None:
             own = sites.parameter.dtype
             sites.become(masters.setdefault(own, Views(own, master_dtype(policy, own))), None)
-        groups.setdefault(sites.name if apart and _is_own(sites) else key, []).append(sites)
+        groups.setdefault(sites.name if alone else key, []).append(sites)
     return list(groups.values())
 
 
@@ -100,8 +104,8 @@ def _placed(
         among = among.ranks  # what experts share, such as a norm, is cut as everything else
     if not isinstance(among, Dealing):
         return Placement.of(ChunkLayout.build(shapes, among.shards), among), None
-    (named,) = shapes
-    layout, *parts = layouts(*named, among.among.world_size, among.at.shards)
+    (named,), experts = shapes, len(group[0].parameter)
+    layout, *parts = layouts(*named, experts, among.among.world_size, among.at.shards)
     return Placement.of(layout, among.whole), Placement.of(parts[among.block], among.at)
 
 

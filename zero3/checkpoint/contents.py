@@ -18,6 +18,7 @@ from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..faces.quantised import weight_of
 from ..names import named_tensors
+from ..quantized.sections import StoredRows
 
 __all__: list[str] = []
 
@@ -160,6 +161,11 @@ class Contents:
         if self._as_values:
             return tuple(sharded.stand_in.shape)
         return sharded.chunk.layout.slots[sharded.index].shape
+
+    def rows(self, name: str) -> StoredRows | None:
+        """Where a parameter lies that is quantised and stored in rows. None: it is neither."""
+        weight = weight_of(self.parameters[name].sites) if name in self.parameters else None
+        return None if weight is None or weight.rows.count == 1 else weight.rows
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which the tensor is stored. Layers may compute in another dtype."""

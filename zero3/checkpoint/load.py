@@ -18,7 +18,7 @@ from ..comm.plain_values import decode
 from ..core.parameters import named
 from ..optim.several import Optimizers, Together
 from . import manifest, random_state
-from .contents import Contents, differences, names_apart
+from .contents import Contents, NamedSpan, differences, names_apart
 from .extra_state import extra_state_modules, set_extra_states
 from .hosts import PartsOfHosts, parts_of
 from .manifest import Manifest
@@ -107,6 +107,8 @@ class _Loader:
         self._optimizer: Together | None = None
         self._held: list[Held] = []
         self._placing: Placing | None = None
+        # quantised parameters that were saved as 0.1 stored them, and lie in rows here
+        self._in_one_row: set[str] = set()
         self._parts: PartsOfHosts | None = None  # of a checkpoint that lies on several hosts
 
     def load(self) -> Any:
@@ -195,6 +197,11 @@ class _Loader:
         """Raises ValueError if the checkpoint does not fit the model."""
         saved, expected = found.content["tensors"], contents.description()
         self._untie(saved, contents)
+        for name in contents.parameters:
+            rows, shape = contents.rows(name), saved.get(name, {}).get("shape")
+            if rows is not None and shape == [rows.whole_nbytes]:
+                self._in_one_row.add(name)
+                expected[name]["shape"] = shape
         extra_states = names_apart(extra_state_modules(self._model), found.content["extra_states"])
         if problems := differences(expected, saved) + extra_states:
             raise ValueError(
@@ -341,11 +348,23 @@ class _Loader:
         for chunk in contents.chunks():
             for span in contents.spans(chunk):
                 if span.name in stored:
-                    self._ranges.read("parameter", span.name, span.start, span.of(chunk.shard.data))
+                    self._read(span, contents, span.of(chunk.shard.data))
         for name in stored:
             contents.parameters[name].chunk.unloaded.discard(contents.parameters[name].index)
         # graphs built before are stale
         torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])
+
+    def _read(self, span: NamedSpan, contents: Contents, kept: Tensor) -> None:
+        name, rows = span.name, contents.rows(span.name)
+        if rows is None or name not in self._in_one_row:
+            self._ranges.read("parameter", name, span.start, kept)
+            return
+        offsets = {section.name: section.offset for section in rows.whole}
+
+        def read(section: str, byte: int, target: Tensor) -> None:
+            self._ranges.read("parameter", name, offsets[section] + byte, target)
+
+        rows.fill(span.start, kept, read)
 
     def _at(self, name: str) -> Stored:
         if (stored := self._stored.get(name)) is None:

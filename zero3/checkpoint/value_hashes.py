@@ -57,7 +57,9 @@ def _own_parts(contents: Contents, names: frozenset[str]) -> dict[str, int]:
         chunk.adopt_values()
         for span in contents.spans(chunk):
             if span.name in names and span.numel and numbers is not None:
-                part = part_of_hash(span.of(chunk.shard.data), span.start, numbers)
+                values, rows = span.of(chunk.shard.data), contents.rows(span.name)
+                at = [(span.start, values)] if rows is None else rows.as_whole(span.start, values)
+                part = sum(part_of_hash(each, start, numbers) for start, each in at)
                 parts[span.name] = (parts.get(span.name, 0) + part) % _PRIME
     return parts
 

@@ -254,6 +254,7 @@ class Chunk:
         self.room: Room | None = None
         # the usual wire and buffer, while others are in use: see `show_whole`
         self._usual: tuple[Wire, FullBuffer | OwnMemory] | None = None
+        self._exact = False  # whether it is to show values then
         self.full = self._new_buffer(self.compute_dtype)
         # what this chunk asks for; its layer may ask for more
         self.lifetime = Lifetime.CALL
@@ -392,7 +393,7 @@ class Chunk:
         """
         exact = as_stored and self.casts
         if self._usual is None and (exact or self.in_part) and not self.full.filled:
-            self._usual, self.among = (self.wire, self.full), self.whole
+            self._usual, self.among, self._exact = (self.wire, self.full), self.whole, exact
             self.full = self._new_buffer(self.shard.dtype if exact else self.compute_dtype)
             if exact:
                 self.wire = Plain()
@@ -501,7 +502,7 @@ class Chunk:
 
     def _show_values(self) -> None:
         """Where codes are gathered, and values are to be shown."""
-        if not self.face.read_only:
+        if not (self.face.read_only and self._exact):
             return
         with torch.no_grad(), torch.inference_mode(False):
             values = self.face.values(self.full.tensor, self.layout)

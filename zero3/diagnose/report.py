@@ -11,6 +11,7 @@ from torch import nn
 from ..access import states_of
 from ..core.layer_state import LayerState
 from ..core.layout import megabytes
+from ..experts.at_home import AtHome
 from ..policy import (
     ShardingPolicy,
     gather_format,
@@ -206,12 +207,8 @@ def report(model: nn.Module) -> Report:
 
 
 def _experts(states: list[LayerState]) -> tuple[int, int]:
-    first = [next((c for c in state.chunks if c.in_part), None) for state in states]
-    here, everywhere = (
-        sum(layout.slots[0].shape[0] for layout in layouts)
-        for layouts in ([c.at.layout for c in first if c], [c.layout for c in first if c])
-    )
-    return here, everywhere
+    homes = [state.call for state in states if isinstance(state.call, AtHome)]
+    return sum(home.end - home.first for home in homes), sum(home.experts for home in homes)
 
 
 def _rounded(states: list[LayerState]) -> tuple[str, ...]:

@@ -130,6 +130,7 @@ class AtHome:
             weakref.WeakKeyDictionary()
         )
         self._latest = 0, 0, 0, 0  # H, k, and the lengths of their elements
+        self._crowded = False  # in a plan
 
     def serve(self, state: LayerState) -> None:
         """It is the call of this layer from now on."""
@@ -139,6 +140,10 @@ class AtHome:
             Entry(doing, state.subject, 2 * state.identity + 1 | (1 + way) << 32)
             for way, doing in enumerate(_DOING)
         ]
+
+    def expect(self, *, crowded: bool) -> None:
+        """For plans: from now on tokens use all experts alike, or all ranks' come to this one."""
+        self._crowded = crowded
 
     def _layer(self) -> LayerState:
         if (state := self._state()) is None:
@@ -224,7 +229,7 @@ class AtHome:
         lengths = hidden.element_size(), weights.element_size()
         self._latest = hidden.shape[1], index.shape[1], *lengths
         if index.is_meta:  # of a plan
-            return self._balanced(index, needs=needs)
+            return self._planned(index, needs=needs)
         if self._ends is None or self._ends.device != index.device:
             ends = cuts(self.experts, self._among.world_size)[1:]
             self._ends = torch.tensor(ends, device=index.device)
@@ -248,8 +253,8 @@ class AtHome:
             self._calls(state)[call] = _GuardedCall(route, index)
         return route
 
-    def _balanced(self, index: Tensor, *, needs: bool) -> Route:
-        """The route of tokens that use all experts alike."""
+    def _planned(self, index: Tensor, *, needs: bool) -> Route:
+        """The route of tokens that use all experts alike, or of those that all come here."""
         (tokens, used), bounds = index.shape, cuts(self.experts, self._among.world_size)
         sizes = [end - first for first, end in pairwise(bounds)]
         all_choices = math.comb(self.experts, used)
@@ -257,6 +262,9 @@ class AtHome:
         sent, own = [round(tokens * share) for share in reach], self.end - self.first
         here = round(tokens * (1 - math.comb(self.experts - own, used) / all_choices))
         pairs = tokens * used * len(sizes) * own // self.experts
+        if self._crowded and own:
+            sent = [tokens * (first == self.first) for first in bounds[:-1]]
+            here, pairs = tokens, tokens * used * len(sizes)
         source, came = index.new_empty(sum(sent)), [here] * len(sizes)
         return Route(self, source, sent, came, sent, _widths(*self._latest), pairs, needs)
 

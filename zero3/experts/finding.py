@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 
 from torch import nn
 
 from ..core.layout import ChunkLayout, side_by_side
 from ..core.sites import ParameterSites
+from ..quantized.formats import Format
 
 __all__: list[str] = []
 
@@ -90,13 +91,15 @@ def check_experts(
     prefix: str,
     found: Sequence[ParameterSites],
     sharded: Sequence[ParameterSites],
-    formats: Container[str],
+    formats: Mapping[str, Format],
+    blocks: int,
 ) -> None:
     """
     Raises:
-        ValueError: A parameter of experts is to be left alone, or quantised; or the experts have a
-            buffer with a row for each of them.
+        ValueError: A parameter of experts is to be left alone, or ranks would cut a block of it,
+            if it is quantised; or the experts have a buffer with a row for each of them.
     """
+    borders = [first for first in cuts(count_of(module), blocks) if first < count_of(module)]
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.dim() and len(buffer) == count_of(module):
             raise ValueError(
@@ -113,11 +116,15 @@ def check_experts(
                 "home (expert_parallel=True): each rank would compute with all of it, and number "
                 "its own experts alone"
             )
-        if "." not in sites.name and sites.name in formats:
+        shape, kind = tuple(sites.parameter.shape), formats.get(sites.name)
+        if "." in sites.name or kind is None:
+            continue
+        if len(shape) != 3 or any(first % kind.rows(shape).per for first in borders):
             raise ValueError(
-                f"quantize of the policy selects {name!r}, of experts that stay at home "
-                "(expert_parallel=True): their bytes can't be cut at experts yet. Leave them out "
-                "(select= of the format), or gather experts"
+                f"quantize of the policy selects {name!r} {list(shape)}, of experts that stay at "
+                f"home (expert_parallel=True): a block of {kind.name} lies across the border of "
+                f"experts of two ranks, which begin at {borders}. Take another block size, leave "
+                "the parameter out (select= of the format), or gather experts"
             )
 
 
@@ -138,13 +145,16 @@ def cuts(experts: int, blocks: int) -> tuple[int, ...]:
     return tuple(block * each + min(block, more) for block in range(blocks + 1))
 
 
-def layouts(name: str, shape: Shape, blocks: int, shares: int) -> tuple[ChunkLayout, ...]:
+def layouts(
+    name: str, shape: Shape, experts: int, blocks: int, shares: int
+) -> tuple[ChunkLayout, ...]:
     """How a parameter `[E, ...]` of experts is cut: as a whole, block by block, each block into
-    `shares` slices; and for each block as its ranks have it, `[E_r, ...]`.
+    `shares` slices; and for each block as its ranks have it, `[E_r, ...]`. `shape`: as it is
+    stored, which is in rows of bytes for one or a few experts, if it is quantised.
     """
-    each = math.prod(shape[1:])
+    each, per = math.prod(shape[1:]), -(-experts // shape[0])
     parts, ends = [], [0]
-    for first, end in pairwise(cuts(shape[0], blocks)):
+    for first, end in pairwise(-(-expert // per) for expert in cuts(experts, blocks)):
         numel = (end - first) * each
         own = [numel * share // shares for share in range(shares + 1)]
         slots = side_by_side([(name, (end - first, *shape[1:]))])

@@ -43,6 +43,7 @@ class Quantised:
             computes,
             self._codec,
             not_a_number(computes, self._device).expand(parameter.shape),
+            self._kind.rows(tuple(parameter.shape)),
             QuantizedParameter,
             weakref.ref(parameter),
         )
@@ -51,18 +52,18 @@ class Quantised:
     # -- one parameter
 
     def stored(self, sites: ParameterSites) -> tuple[tuple[int, ...], torch.dtype]:
-        return (self._kind.nbytes(sites.known.shape),), torch.uint8
+        return self._kind.stored(sites.known.shape), torch.uint8
 
     def store(self, sites: ParameterSites, device: torch.device) -> Tensor:
         raw = torch.empty(self.stored(sites)[0], dtype=torch.uint8, device=device)
-        self._kind.store(self._codec.quantize(sites.parameter.to(device)), raw)
+        sites.known.rows.store(self._codec.quantize(sites.parameter.to(device)), raw)
         return raw
 
     def value(self, sites: ParameterSites, slot: Tensor) -> Tensor:
         return self._value(sites.known, slot)
 
     def _value(self, weight: QuantizedWeight, slot: Tensor) -> Tensor:
-        return self._codec.dequantize(self._kind.seen(slot, weight.shape), weight.own_dtype)
+        return weight.values(weight.rows.seen(slot), weight.own_dtype)
 
     def put(self, sites: ParameterSites, values: Tensor, slot: Tensor) -> None:
         self._put(sites.known, values, slot)
@@ -72,7 +73,7 @@ class Quantised:
         again may change them.
         """
         if not torch.equal(self._value(weight, slot), values):
-            self._kind.store(self._codec.quantize(values), slot)
+            weight.rows.store(self._codec.quantize(values), slot)
 
     def stand_in(self, sites: ParameterSites, blank: Tensor) -> Tensor:
         stretched: Tensor = sites.known.stretched
@@ -84,7 +85,7 @@ class Quantised:
         sites.parameter.zero3_recipe = Recipe(weight)  # type: ignore[attr-defined]
 
     def shown_as(self, sites: ParameterSites, value: Tensor) -> type[nn.Parameter]:
-        return QuantizedParameter if value is sites.known.stretched else nn.Parameter
+        return QuantizedParameter if value is sites.known.shown else nn.Parameter
 
     # -- all of them
 
@@ -95,8 +96,8 @@ class Quantised:
     def views(self, full: Tensor, layout: ChunkLayout) -> Sequence[Tensor]:
         slots = self._slots(full, layout)
         for weight, raw in slots:
-            weight.see(self._kind.seen(raw, weight.shape))
-        return [weight.stretched for weight, _ in slots]
+            weight.see(raw)
+        return [weight.shown for weight, _ in slots if weight.shown is not None]
 
     def values(self, full: Tensor, layout: ChunkLayout) -> Sequence[Tensor]:
         return [self._value(weight, slot) for weight, slot in self._slots(full, layout)]

@@ -5,7 +5,7 @@ them, and again for its backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..quantized.codec import Codec
 from ..quantized.formats import Format
-from ..quantized.sections import QuantizedTensor
+from ..quantized.sections import QuantizedTensor, StoredRows
 
 __all__: list[str] = []
 
@@ -29,16 +29,41 @@ class QuantizedWeight:
     dtype: torch.dtype  # in which the layer computes
     codec: Codec
     stretched: Tensor  # the parameter's data: a NaN, stretched to its shape
+    rows: StoredRows
     shown_as: type[nn.Parameter]  # the parameter's class while the layer is fetched, to compute
     parameter: weakref.ref[nn.Parameter]
-    stored: QuantizedTensor | None = None  # views of the full buffer, from its first fetch on
+    # views of the full buffer, from its first fetch on; and its data then, of so many matrices
+    stored: Sequence[QuantizedTensor] | None = None
+    shown: Tensor | None = None
 
     def is_of(self, parameter: nn.Parameter) -> None:
         self.parameter = weakref.ref(parameter)
 
-    def see(self, stored: QuantizedTensor | None) -> None:
-        """`stored`: views of the present full buffer."""
-        self.stored = stored
+    def see(self, raw: Tensor | None) -> None:
+        """`raw`: its bytes in the present full buffer, all rows or some."""
+        self.stored, self.shown = None, None
+        if raw is not None:
+            self.stored = self.rows.seen(raw)
+            some = len(self.stored) < self.rows.count
+            self.shown = (
+                self.stretched[: len(self.stored) * self.rows.per] if some else (self.stretched)
+            )
+
+    def values(
+        self, stored: Sequence[QuantizedTensor], dtype: torch.dtype, matrix: int | None = None
+    ) -> Tensor:
+        """What rows stand for, or one matrix of them: then nothing else is decoded."""
+        if matrix is not None:
+            row, place = divmod(matrix, self.rows.per)
+            return self.codec.dequantize(stored[row], dtype, place)
+        if self.rows.count == 1:
+            return self.codec.dequantize(stored[0], dtype)
+        per, shape = self.rows.per, self.shape[1:]
+        device = self.stretched.device
+        found = torch.empty((len(stored) * per, *shape), dtype=dtype, device=device)
+        for number, matrices in enumerate(stored):
+            found[number * per : (number + 1) * per] = self.codec.dequantize(matrices, dtype)
+        return found
 
     @property
     def format_name(self) -> str:
@@ -58,7 +83,7 @@ class QuantizedWeight:
                 f"{self.name} is released: what was made of it while its layer computed can't be "
                 "used any more"
             )
-        return self.codec.dequantize(self.stored, dtype, matrix)
+        return self.values(self.stored, dtype, matrix)
 
 
 class Operation(NamedTuple):
@@ -89,7 +114,8 @@ class Recipe:
 
     def one_matrix(self, index: int) -> Recipe | None:
         """The recipe of `tensor[index]`, if that is a matrix of the weight as it is."""
-        count = self.weight.shape[0]
+        shown = self.weight.shown
+        count = 0 if shown is None else len(shown)
         plain = (
             len(self.weight.shape) == 3
             and self.matrix is None

@@ -20,6 +20,7 @@ from ..core.layout import Piece
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..quantized.formats import MXFP4, NF4, Float8, Format
+from ..quantized.sections import SCALES_NUMEL
 from .index_maps import IndexMap, Whole
 from .key_mapping import Fit
 from .reading import SliceReader
@@ -32,7 +33,6 @@ _BESIDE = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _INVERSE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BLOCK_NBYTES = 16  # of MXFP4's 32 codes
-_SCALES_IN_BLOCK = 256  # of bitsandbytes' second level
 _AT_ONCE = 1 << 20
 
 
@@ -85,16 +85,16 @@ def _of_bitsandbytes(
         said = json.loads(bytes(raw.tolist()))
         shape, block_size, nested = tuple(said["shape"]), said["blocksize"], "nested_offset" in said
         offset = float(said.get("nested_offset", 0.0))
-        size = said.get("nested_blocksize", _SCALES_IN_BLOCK)
+        size = said.get("nested_blocksize", SCALES_NUMEL)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{state.file}: {state.name} is not what bitsandbytes writes: {type(error).__name__}: "
             f"{error}"
         ) from None
-    if size != _SCALES_IN_BLOCK:
+    if size != SCALES_NUMEL:
         raise ValueError(
             f"{state.file}: the scales of {name} are quantised in blocks of {size}, expected "
-            f"{_SCALES_IN_BLOCK}"
+            f"{SCALES_NUMEL}"
         )
     beside = {part: stored.pop(f"{name}.{part}") for part in _BESIDE if f"{name}.{part}" in stored}
     sections = {
@@ -240,21 +240,18 @@ class PackedReader:
         self, reader: SliceReader, weight: QuantizedWeight, piece: Piece, kept: Tensor
     ) -> None:
         """Writes the bytes of `piece` into `kept`."""
-        kept.zero_()
-        low, high = piece.start, piece.stop
-        for section in weight.format.sections(weight.shape):
-            first, last = max(low, section.offset), min(high, section.stop)
-            if first >= last:
-                continue
-            target = kept[first - low : last - low]
-            if section.name == "codes":
-                self._read_codes(reader, first, target)
-                continue
-            size = section.dtype.itemsize
-            begin, end = (first - section.offset) // size, -(-(last - section.offset) // size)
-            raw = self._scales(reader, section.name, begin, end).contiguous().view(torch.uint8)
-            skipped = first - section.offset - begin * size
-            target.copy_(raw[skipped : skipped + len(target)])
+        sizes = {section.name: section.dtype.itemsize for section in weight.rows.sections}
+
+        def read(name: str, byte: int, target: Tensor) -> None:
+            if name == "codes":
+                self._read_codes(reader, byte, target)
+                return
+            size = sizes[name]
+            begin, end = byte // size, -(-(byte + len(target)) // size)
+            raw = self._scales(reader, name, begin, end).contiguous().view(torch.uint8)
+            target.copy_(raw[byte - begin * size :][: len(target)])
+
+        weight.rows.fill(piece.start, kept, read)
 
     def _read_codes(self, reader: SliceReader, start: int, target: Tensor) -> None:
         if isinstance(self._map, Whole):

@@ -38,11 +38,12 @@ class Quantizer:
         self._codec: Codec = weight.codec
         self._shape, self._dtype = weight.shape, weight.own_dtype
         self._low, self._kept = piece.start if piece is not None else 0, kept
-        self._sections = {section.name: section for section in self._format.sections(self._shape)}
-        self._codes_in_byte = -(-math.prod(self._shape) // max(1, self._sections["codes"].numel))
-        self._statistics = torch.zeros(
-            self._sections["scales"].numel, dtype=torch.float32, device=kept.device
-        )
+        self._rows = weight.rows
+        self._sections = {section.name: section for section in self._rows.sections}
+        in_row = math.prod(self._rows.shape)
+        self._codes_in_byte = -(-in_row // max(1, self._sections["codes"].numel))
+        blocks = self._rows.count * self._sections["scales"].numel
+        self._statistics = torch.zeros(blocks, dtype=torch.float32, device=kept.device)
         # blocks at this rank's edges, with zeros for what others read; and where they begin
         self._cut: list[tuple[int, Tensor]] = []
 
@@ -85,7 +86,7 @@ class Quantizer:
                 self._of_blocks(low, self._codec.statistics(values, self._shape, low).numel()),
             )
         for name, section in self._codec.scales(self._statistics).items():
-            self._write(name, section, 0)
+            self._write(name, self._rows.spread(name, section).reshape(-1), 0)
 
     def _of_blocks(self, low: int, count: int) -> Tensor:
         first = self._codec.blocks_before(self._shape, low)
@@ -102,11 +103,16 @@ class Quantizer:
         """Writes those bytes of `values`, a section's from its `number`-th on, that this rank
         keeps.
         """
-        section, raw = self._sections[name], values.contiguous().view(torch.uint8)
-        at = section.offset + number * section.dtype.itemsize - self._low
-        first, last = max(at, 0), min(at + len(raw), len(self._kept))
-        if first < last:
-            self._kept[first:last] = raw[first - at : last - at]
+        section = self._sections[name]
+        while len(values):
+            row, place = divmod(number, section.numel)
+            raw = values[: section.numel - place].contiguous().view(torch.uint8)
+            at = row * self._rows.nbytes + section.offset - self._low
+            at += place * section.dtype.itemsize
+            first, last = max(at, 0), min(at + len(raw), len(self._kept))
+            if first < last:
+                self._kept[first:last] = raw[first - at : last - at]
+            values, number = values[section.numel - place :], number + section.numel - place
 
 
 def fill_quantized(

@@ -129,13 +129,15 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
     fits = batch = sequence = advised_bytes = None
     advice: tuple[str, ...] = ()
     policy = setup.policy
+    most = trace.peak(setup.batch, setup.sequence, setup.accumulation)
+    least, unknown = setup.unknown(peak)
     if memory is not None:
         room = setup.room(memory)
-        fits = peak <= room
+        fits = most <= room
         batch = limits.largest_batch(trace, setup, room)
         sequence = limits.largest_sequence(trace, setup, room)
         if fits:
-            policy = roomier(setup, trace, room, peak)
+            policy = roomier(setup, trace, room, most)
         else:
             state = (
                 int(by_cause["chunks"] * (1 + trace.trainable / trace.parameters))
@@ -148,7 +150,8 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
                     found.change.setup.policy,
                 )
     return Plan(
-        peak_bytes=peak, by_cause=by_cause, unknown=setup.unknown(peak), where=highest.name,
+        peak_bytes=peak, by_cause=by_cause, unknown=(least, unknown + most - peak),
+        where=highest.name,
         memory=memory, fits=fits,
         largest_batch=batch, largest_sequence=sequence, advice=advice, advised_bytes=advised_bytes,
         policy=policy, seconds=seconds,

@@ -16,6 +16,7 @@ from .cluster import Cluster
 from .ledger import CAUSES, Moment
 from .picture import draw
 from .setup import Setup
+from .trace import peak_of
 from .units import gib
 from .watching import Watch
 
@@ -48,8 +49,9 @@ class Plan:
         by_cause: What they are for. Keys: `chunks` (with buffers, and the few bytes that released
             parameters show), `full_buffers`, `gradients`, `optimizer`, `activations`, `logits`,
             `transfers`. The values add up to `peak_bytes`.
-        unknown: The least and the most that comes on top and is no tensor's: CUDA's context, NCCL,
-            fragmentation. In bytes; (0, 0) on the CPU.
+        unknown: The least and the most that comes on top: CUDA's context, NCCL, fragmentation, none
+            of them on the CPU; and with experts at home what it takes that all ranks' tokens come
+            to this one, in the most alone. In bytes.
         where: The moment of the peak, such as "backward of model.layers.31".
         memory: The bytes that a rank has. None: not given.
         fits: Whether the peak and the upper end of `unknown` fit into `memory`. None without
@@ -163,9 +165,10 @@ class Plan:
     def _with(self, policy: ShardingPolicy) -> Comparison:
         setup = self.setup.but(policy=policy)
         trace = setup.trace()
-        peak = trace.peak(setup.batch, setup.sequence, setup.accumulation)
+        sizes = setup.batch, setup.sequence, setup.accumulation
+        peak, most = peak_of(trace.measure(*sizes))[0], trace.peak(*sizes)
         seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
-        fits = None if self.memory is None else peak + setup.unknown(peak)[1] <= self.memory
+        fits = None if self.memory is None else most + setup.unknown(most)[1] <= self.memory
         return Comparison(policy, peak, seconds, fits)
 
     def watch(self, model: nn.Module) -> None:
@@ -268,9 +271,9 @@ def _rows(plan: Plan, setup: Setup) -> list[_Row]:
     ]
     if plan.unknown[1]:
         low, high = (gib(end) for end in plan.unknown)
-        lines.append(
-            _row("and on top", f"{low} to {high}", "CUDA's context, NCCL, fragmentation: estimates")
-        )
+        what = ["CUDA's context, NCCL, fragmentation"] if setup.device == "cuda" else []
+        what += ["all tokens to one rank's experts"] if setup.policy.expert_parallel else []
+        lines.append(_row("and on top", f"{low} to {high}", f"{'; '.join(what)}: estimates"))
     if plan.offloaded_bytes:
         where = (
             "host memory" if setup.policy.offload == "cpu" else f"files in {setup.policy.offload}"

@@ -21,6 +21,7 @@ from ..core.autograd import as_plain_tensors, inside_backward
 from ..core.chunk import Chunk
 from ..core.collectives import Collective, Conductor, Fetch, Gather, Look, Reduce
 from ..core.layer_state import LayerState, accounts_of
+from ..experts.at_home import AtHome
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy, gradient_dtype
@@ -108,7 +109,7 @@ class Trace:
         self.after_forward = 0
         self.model.register_forward_hook(self._after_forward)
         self._loss, self._accumulating, self._tell = loss, accumulating, tell
-        self._peaks: dict[tuple[int, int, int], int] = {}
+        self._peaks: dict[tuple[int, int, int, bool], int] = {}
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
 
     @property
@@ -157,11 +158,20 @@ class Trace:
         ordered = sorted(self._chunks, key=lambda each: each[0] is not self._root)
         return [_full_nbytes(chunk) for _, chunk in ordered if not chunk.shard.requires_grad]
 
-    def measure(self, batch: int, sequence: int, accumulation: int = 1) -> list[Moment]:
+    @property
+    def _homes(self) -> list[AtHome]:
+        calls = [state.call for state in states_of(self.model)]
+        return [call for call in calls if isinstance(call, AtHome)]
+
+    def measure(
+        self, batch: int, sequence: int, accumulation: int = 1, *, crowded: bool = False
+    ) -> list[Moment]:
         """The moments of one step after the first. All micro-batches after the second are as the
-        second.
+        second. `crowded`: all tokens come to this rank's experts at home.
         """
         micro_batches = min(accumulation, 2)
+        for home in self._homes:
+            home.expect(crowded=crowded)
         with self._counting():
             if not self._peaks:  # the order of layers, and the optimizer's state, are learned first
                 self._step(batch, sequence, 1)
@@ -169,15 +179,20 @@ class Trace:
             self.kernels.attention.clear()
             self.after_forward = 0
             self._step(batch, sequence, micro_batches)
-        self._peaks[batch, sequence, micro_batches] = max(
-            moment.peak for moment in self.ledger.moments
-        )
+        for home in self._homes:
+            home.expect(crowded=False)
+        most = peak_of(self.ledger.moments)[0]
+        self._peaks[batch, sequence, micro_batches, crowded] = most
         return list(self.ledger.moments)
 
     def peak(self, batch: int, sequence: int, accumulation: int = 1) -> int:
-        """The most bytes that are alive in such a step. Each is made once."""
-        key = batch, sequence, min(accumulation, 2)
-        return self._peaks[key] if key in self._peaks else peak_of(self.measure(*key))[0]
+        """The most bytes that are alive in such a step; with experts at home, if all tokens come to
+        this rank. Each is made once.
+        """
+        sizes, crowded = (batch, sequence, min(accumulation, 2)), bool(self._homes)
+        if (*sizes, crowded) not in self._peaks:
+            self.measure(*sizes, crowded=crowded)
+        return self._peaks[*sizes, crowded]
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
         """What a step after the first does, in order: `Work` of compute, and transfers that are

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .blocks import FLOAT8_MAX, INT8_MAX
-from .sections import QuantizedTensor
+from .sections import SCALES_NUMEL, QuantizedTensor
 
 __all__: list[str] = []
 
@@ -134,7 +134,8 @@ class Codec(ABC):
             parts.append((self.encode(flat[low:high], shape, low, statistics), statistics))
             low = high
         codes, found = zip(*parts, strict=True)
-        return QuantizedTensor(shape, torch.cat(codes), **self.scales(torch.cat(found)))
+        sections: dict[str, Any] = {"codes": torch.cat(codes), **self.scales(torch.cat(found))}
+        return QuantizedTensor(shape, **sections)
 
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype, matrix: int | None = None
@@ -359,7 +360,6 @@ NF4_VALUES = (
 )  # fmt: skip
 _NF4_ZERO = NF4_VALUES.index(0.0)
 _SMALLEST_SCALE = 1e-38  # blocks of zeros are divided by this one
-SCALES_NUMEL = 256  # scales with one common scale, with double quantisation
 # with double quantisation, a scale is first rounded to so many equal steps between -1 and 1
 _POINTS = 65535
 # (codes, the blocks' scales, dtype) -> values, 1-D
@@ -452,13 +452,10 @@ class DoubleNF4Codec(NF4Codec):
                 "the tensor was quantised with double_quant=False: dequantise it with the format "
                 "that quantised it"
             )
-        group = first // SCALES_NUMEL
-        common = (
-            quantized.scale_scales[group : -(-last // SCALES_NUMEL), None]
-            .expand(-1, SCALES_NUMEL)
-            .reshape(-1)
-        )
-        begin = first - group * SCALES_NUMEL
+        size = quantized.scales_together
+        group = first // size
+        common = quantized.scale_scales[group : -(-last // size), None].expand(-1, size).reshape(-1)
+        begin = first - group * size
         values = self._dynamic.index_select(0, quantized.scales[first:last].int())
         return values.mul_(common[begin : begin + last - first]).add_(quantized.offset)
 

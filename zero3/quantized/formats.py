@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .codec import (
     MXFP4_BLOCK_NUMEL,
-    SCALES_NUMEL,
     Codec,
     DoubleNF4Codec,
     Float8Codec,
@@ -23,7 +22,7 @@ from .codec import (
     Shape,
     TransposedMXFP4Codec,
 )
-from .sections import QuantizedTensor, Section, aligned, placed, seen_as
+from .sections import SCALES_NUMEL, QuantizedTensor, Section, StoredRows, aligned, placed, seen_as
 
 __all__: list[str] = []
 
@@ -47,6 +46,10 @@ class Format(ABC):
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
         """The sections as (name, dtype, numel)."""
 
+    @abstractmethod
+    def _between_blocks(self) -> int:
+        """Matrices of so many elements, or of a multiple, hold whole blocks."""
+
     @property
     def name(self) -> str:
         """What reports call it. The same name means the same bytes."""
@@ -66,15 +69,46 @@ class Format(ABC):
         """The bytes of a tensor of this shape: a multiple of 64."""
         return aligned(self.sections(shape)[-1].stop)
 
+    def rows(self, shape: Shape) -> StoredRows:
+        """Where a tensor of this shape lies in its bytes."""
+        in_row: Shape = shape
+        count, together = 1, SCALES_NUMEL
+        if len(shape) == 3 and (each := math.prod(shape[1:])) and shape[0]:
+            size = self._between_blocks()
+            rows, more = divmod(shape[0], size // math.gcd(size, each))
+            count = 1 if more else rows
+            in_row = (shape[0] // count, *shape[1:])
+        parts = self._parts(in_row)
+        if count > 1:
+            scales = parts[1][2]
+            together = math.gcd(scales, together)
+            parts = [
+                (name, dtype, scales // together if name == "scale_scales" else numel)
+                for name, dtype, numel in parts
+            ]
+        sections = placed(parts)
+        nbytes, whole = aligned(sections[-1].stop), self.sections(shape)
+        return StoredRows(in_row, count, sections, nbytes, together, whole)
+
+    def stored(self, shape: Shape) -> Shape:
+        """The shape of the bytes of a tensor of this shape: of `rows`, where it has matrices."""
+        rows = self.rows(shape)
+        return (rows.count, rows.nbytes) if len(shape) == 3 else (rows.nbytes,)
+
     def elements_between(self, shape: Shape, low: int, high: int) -> tuple[int, int]:
         """The elements `[start, stop)`, as they are stored, that have codes among the bytes `[low,
         high)` of a tensor of this shape.
 
         They may be none.
         """
-        codes = self.sections(shape)[0].stop
-        start, stop = (min(max(at, 0), codes) * self._codes_in_byte for at in (low, high))
-        return min(start, math.prod(shape)), min(stop, math.prod(shape))
+        rows, numel = self.rows(shape), math.prod(shape)
+        in_row, codes = numel // rows.count, rows.sections[0].stop
+
+        def before(at: int) -> int:
+            row, byte = divmod(max(at, 0), max(1, rows.nbytes))
+            return min(row * in_row + min(min(byte, codes) * self._codes_in_byte, in_row), numel)
+
+        return before(low), before(high)
 
     def seen(self, raw: Tensor, shape: Shape) -> QuantizedTensor:
         """The bytes `raw` `[nbytes]` as a quantised tensor, without a copy."""
@@ -182,6 +216,9 @@ class NF4(Format):
     def _codec(self, device: torch.device) -> Codec:
         return (DoubleNF4Codec if self.double_quant else NF4Codec)(self.block_size, device)
 
+    def _between_blocks(self) -> int:
+        return self.block_size
+
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
         numel = math.prod(shape)
         blocks = -(-numel // self.block_size)
@@ -242,6 +279,9 @@ class Int8(Format):
             )
         return Int8Codec(self.block_size)
 
+    def _between_blocks(self) -> int:
+        return self.block_size
+
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
         numel = math.prod(shape)
         return [
@@ -286,6 +326,9 @@ class Float8(Format):
     def _codec(self, device: torch.device) -> Codec:
         return Float8Codec(*self.block, device)
 
+    def _between_blocks(self) -> int:
+        return 1
+
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
         rows, columns = (1, *shape)[-2:] if shape else (1, 1)
         tiles = math.prod(shape[:-2]) * -(-rows // self.block[0]) * -(-columns // self.block[1])
@@ -328,6 +371,9 @@ class MXFP4(Format):
 
     def _codec(self, device: torch.device) -> Codec:
         return TransposedMXFP4Codec(device) if self.transposed else MXFP4Codec(device)
+
+    def _between_blocks(self) -> int:
+        return MXFP4_BLOCK_NUMEL
 
     def _parts(self, shape: Shape) -> list[tuple[str, torch.dtype, int]]:
         numel = math.prod(shape)

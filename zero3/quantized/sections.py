@@ -5,8 +5,9 @@ scales.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ __all__: list[str] = []
 
 # every section starts at a multiple of it, so that its bytes can be seen as numbers of any dtype
 ALIGNMENT_NBYTES = 64
+SCALES_NUMEL = 256  # scales with one common scale, with double quantisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class QuantizedTensor:
             the scales; MXFP4: exponents of two, plus 127).
         scale_scales: With `double_quant`, a float32 for each 256 scales. Otherwise None.
         offset: With `double_quant`, the mean of all scales, a float32 `[1]`. Otherwise None.
+        scales_together: How many scales share one of `scale_scales`. Less than 256 in a few of many
+            matrices, which begin inside of the 256.
 
     Example::
 
@@ -58,6 +62,7 @@ class QuantizedTensor:
     scales: Tensor
     scale_scales: Tensor | None = None
     offset: Tensor | None = None
+    scales_together: int = SCALES_NUMEL
 
     @property
     def numel(self) -> int:
@@ -89,8 +94,108 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
-def seen_as(raw: Tensor, shape: tuple[int, ...], sections: Iterable[Section]) -> QuantizedTensor:
+def seen_as(
+    raw: Tensor,
+    shape: tuple[int, ...],
+    sections: Iterable[Section],
+    scales_together: int = SCALES_NUMEL,
+) -> QuantizedTensor:
     """`raw`, the bytes of a quantised tensor, as views of its sections."""
     return QuantizedTensor(
-        shape, **{s.name: raw[s.offset : s.stop].view(s.dtype) for s in sections}
+        shape,
+        **{s.name: raw[s.offset : s.stop].view(s.dtype) for s in sections},
+        scales_together=scales_together,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Where a quantised tensor `[E, ...]` of three dimensions is stored: rows of bytes `[E / per,
+    nbytes]`, of `per` matrices each, so that it can be cut between them. A row is what the same
+    matrices have in the whole tensor, section by section; a common scale of scales in two rows
+    stands in both. Other tensors have one row.
+    """
+
+    shape: tuple[int, ...]  # of the matrices in a row
+    count: int
+    sections: tuple[Section, ...]
+    nbytes: int
+    scales_together: int
+    whole: tuple[Section, ...]  # of the whole tensor, where it is not stored in rows
+
+    @property
+    def per(self) -> int:
+        return self.shape[0]
+
+    @property
+    def whole_nbytes(self) -> int:
+        """What the whole tensor takes where it is not stored in rows."""
+        return aligned(self.whole[-1].stop)
+
+    def seen(self, raw: Tensor) -> list[QuantizedTensor]:
+        """Rows of bytes, `[rows, nbytes]` or the only one, as quantised tensors."""
+        rows = raw if raw.dim() == 2 else [raw]
+        return [seen_as(row, self.shape, self.sections, self.scales_together) for row in rows]
+
+    def _again(self, name: str) -> int:
+        """How often each number of the whole tensor's section stands in rows, at most."""
+        more = {"offset": self.count, "scale_scales": SCALES_NUMEL // self.scales_together}
+        return more.get(name, 1) if self.count > 1 else 1
+
+    def spread(self, name: str, section: Tensor) -> Tensor:
+        """A section of the whole tensor, as rows have it: `[count, n]`."""
+        (numel,) = (each.numel for each in self.sections if each.name == name)
+        again = section.repeat_interleave(self._again(name))
+        return again[: self.count * numel].view(self.count, numel)
+
+    def _overlaps(self, start: int, nbytes: int) -> Iterator[tuple[int, Section, int, int]]:
+        """Which sections of rows the bytes `[start, start + nbytes)` are in: from which of them on,
+        the section, from which byte of it on (of all rows' together), and how many.
+        """
+        stop = start + nbytes
+        rows = range(start // self.nbytes, -(-stop // self.nbytes)) if nbytes else ()
+        for row, section in product(rows, self.sections):
+            offset, length = row * self.nbytes + section.offset, section.stop - section.offset
+            first, last = max(start, offset), min(stop, offset + length)
+            if first < last:
+                yield first - start, section, row * length + first - offset, last - first
+
+    def fill(self, start: int, kept: Tensor, read: Callable[[str, int, Tensor], None]) -> None:
+        """Writes the bytes from `start` on into `kept`. `read(name, byte, out)` reads bytes of a
+        section of the whole tensor.
+        """
+        kept.zero_()
+        for at, section, byte, nbytes in self._overlaps(start, len(kept)):
+            again, size = self._again(section.name), section.dtype.itemsize
+            if again == 1:
+                read(section.name, byte, kept[at : at + nbytes])
+                continue
+            first, last = byte // size // again, (byte + nbytes - 1) // size // again + 1
+            found = torch.empty((last - first) * size, dtype=torch.uint8, device=kept.device)
+            read(section.name, first * size, found)
+            spread = found.view(-1, size).repeat_interleave(again, 0).view(-1)
+            kept[at : at + nbytes] = spread[byte - first * again * size :][:nbytes]
+
+    def as_whole(self, start: int, kept: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The bytes `kept`, from `start` on, as they stand where the whole tensor is not in rows:
+        from which byte on, and bytes. What rows have in common is given once.
+        """
+        offsets = {section.name: section.offset for section in self.whole}
+        for at, section, byte, nbytes in self._overlaps(start, len(kept)):
+            values, again, size = kept[at : at + nbytes], self._again(section.name), 1
+            if again > 1:
+                size = section.dtype.itemsize
+                places = torch.arange(byte, byte + nbytes, device=kept.device)
+                ours = (places // size % again == 0).nonzero().view(-1)
+                if not len(ours):
+                    continue
+                values, byte = values[ours], byte + int(ours[0])
+            yield offsets[section.name] + byte // size // again * size + byte % size, values
+
+    def store(self, quantized: QuantizedTensor, raw: Tensor) -> None:
+        """Copies a whole quantised tensor into its bytes. What lies between sections is 0."""
+        raw.zero_()
+        rows = self.seen(raw)
+        for name, section in quantized.sections.items():
+            for row, values in zip(rows, self.spread(name, section), strict=True):
+                row.sections[name].copy_(values)

@@ -24,6 +24,10 @@ add(
 )
 for _name, _kind in (("", None), ("_checkpoint_reentrant", True), ("_checkpoint_not_reentrant", False)):
     add(f"experts_at_home{_name}", lambda me, kind=_kind: sharded(me, lambda: Stack(lambda: Mixed(reentrant=kind)), expert_parallel=True))
+add(
+    "experts_at_home_quantised",
+    lambda me: sharded(me, lambda: Stack(lambda: Mixed(trains=False)), expert_parallel=True, quantize=zero3.NF4()),
+)
 add("experts_at_home_prefetch", lambda me: sharded(me, lambda: Stack(Mixed), expert_parallel=True, prefetch_depth=2))
 add("complex_parameters", lambda me: sharded(me, lambda: Stack(Turning)))
 add("stage_1", lambda me: sharded(me, stage=1))

@@ -105,7 +105,7 @@ inline Cost cost_of(const c10::FunctionSchema& schema, const std::string& name, 
     cost.bytes = 3 * bytes_of(t(args.size() > 3 && args[3].isTensor() ? 3 : 0));
   } else if (op == "index_add" || op == "index_put" || op == "scatter_add" || op == "scatter") {
     const IValue& out = args.back();  // in place, too, is called by the name with an `out`
-    if (out.isTensor() && on_device(out.toTensor()) && out.toTensor().is_same(t(0))) cost.bytes = 3 * bytes_of(t(3));
+    if (out.isTensor() && on_device(out.toTensor()) && out.toTensor().is_same(t(0))) cost.bytes = 3 * (args[3].isTensor() ? bytes_of(t(3)) : 1.0 * t(2).numel() * t(0).element_size());  // or one number
     else cost.kernels = 2;  // a copy first
   } else if (op == "topk" || op == "sort") {
     cost.kernels = 4;
