@@ -27,7 +27,7 @@ from .autograd import (
 )
 from .collectives import Activity, Agree, Reduce, Round, Settle
 from .layer_state import LayerState, Presence, RestingLayers, accounts_of, ignored_of
-from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
+from .schedule import Call, CallPhase, CallStack, CallTrace, ForwardOrder, Step
 from .ticket import Ticket
 
 __all__: list[str] = []
@@ -175,6 +175,19 @@ class Backward:
             self._outer_ending.wait(then=self._end_recomputing)
         self._finish_nested()
 
+    def open_without_graph(self, state: LayerState, last: LayerTrace | None) -> bool:
+        """Opens the call of `state` that was made with gradients off, and that is recomputed now:
+        no hook on a graph can do it. Returns whether there is one. `last`: the last forward's.
+        """
+        for trace in dict.fromkeys([*self._touched, *([] if last is None else [last])]):
+            for call in reversed(trace.without_graph):
+                if call.layer is state and call.phase is not CallPhase.CLOSED:
+                    if call.phase is CallPhase.PENDING:
+                        with torch.no_grad():
+                            self._before(trace, call)
+                    return True
+        return False
+
     def _finish_nested(self) -> None:
         """Ends the walks of backwards inside this one that are over (reentrant checkpointing)."""
         task = backward_task()
@@ -293,7 +306,9 @@ class Backward:
             else "gradients left alone (inputs=)"
             for state in signature
         )
-        if not self.order.advance((signature, reductions)):
+        # what ranks have compared when the forward was over need not be the same as before
+        fates = tuple(sorted(set(reductions)))
+        if not self.order.advance(((), fates) if trace.compared else (signature, reductions)):
             names = tuple(
                 f"{state.name_among_ranks}, {how}"
                 for state, how in zip(signature, reductions, strict=True)
