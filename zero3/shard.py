@@ -113,6 +113,13 @@ def shard(
               in the model;
             * further modules, the largest first, until the root's own layer is no larger than the
               largest block.
+        optional: Towers: the submodules that some ranks call, any number of times, and others do
+            not, as a vision tower where only some ranks have images. A module, its name, its class,
+            several of these, or a predicate `(name, module) -> bool`; a list of modules stands for
+            its elements. The numbers are those of one process with all ranks' data. Every rank runs
+            the forward and the backward. None takes, of a transformers model with a vision or an
+            audio part, what stands beside its language model; `()` takes nothing: then all ranks
+            call the same layers. See docs/towers.md.
         rank: This process's number in the group. It is only checked; None takes the group's.
         world_size: The number of ranks in the group. It is only checked; None takes the group's.
         device: Where the whole model computes and the chunks live. None: where the model's tensors
@@ -135,8 +142,10 @@ def shard(
         `model`, the same object.
 
     Raises:
-        ValueError: No layers are found or matched, the model is sharded already, or `Zero3Layer`
-            would refuse a part of it. All ranks raise the same error, and nothing has changed.
+        ValueError: No layers are found or matched, the model is sharded already, `optional` matches
+            nothing or goes with `dynamic=True`, `expert_parallel` in it or a mesh with `sp`, or
+            `Zero3Layer` would refuse a part of the model. All ranks raise the same error, and
+            nothing has changed.
         TypeError: `layers`, `policy` or `model` has the wrong type. Again all ranks raise it, and
             nothing has changed.
         RuntimeError: A launcher started several processes, but there is no process group.

@@ -184,6 +184,20 @@ class GlooCommunicator(GroupCommunicator):
         incoming = {rank: torch.empty_like(own) for rank in others}
         self._swap(4 * number + _SUM, incoming, dict.fromkeys(others, (own,)), combine).wait()
 
+    def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
+        # the memory is made by an exchange, too
+        if device.type != "cpu" or "_memory" not in self.__dict__:
+            return super().exchange(payload, device)
+        mine, found = torch.frombuffer(bytearray(payload), dtype=torch.uint8), {self.rank: payload}
+
+        def take(received: dict[int, Tensor]) -> None:
+            found.update((rank, bytes(each.tolist())) for rank, each in received.items())
+
+        number = crc32(f"{len(payload)} bytes".encode()) >> 8
+        incoming = {rank: torch.empty_like(mine) for rank in self._others()}
+        self._swap(4 * number + _SUM, incoming, dict.fromkeys(incoming, (mine,)), take).wait()
+        return [found[rank] for rank in range(self.world_size)]
+
     def all_reduce_later(self, tensor: Tensor) -> Pending:
         """Works as `all_reduce` for a sum, but only starts it. It adds in rank order."""
         if tensor.device.type != "cpu":

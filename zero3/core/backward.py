@@ -178,6 +178,9 @@ class Backward:
     def open_without_graph(self, state: LayerState, last: LayerTrace | None) -> bool:
         """Opens the call of `state` that was made with gradients off, and that is recomputed now:
         no hook on a graph can do it. Returns whether there is one. `last`: the last forward's.
+
+        Raises:
+            RuntimeError: It is closed already, for a checkpoint recomputes several layers.
         """
         for trace in dict.fromkeys([*self._touched, *([] if last is None else [last])]):
             for call in reversed(trace.without_graph):
@@ -186,6 +189,8 @@ class Backward:
                         with torch.no_grad():
                             self._before(trace, call)
                     return True
+            if any(call.layer is state for call in trace.without_graph):
+                raise RuntimeError(several_recomputed(state.label))
         return False
 
     def _finish_nested(self) -> None:
@@ -428,6 +433,15 @@ class Backward:
         for state in self._stack.layers:
             state.gradients.end_backward()
         self._tell_conductor(begins=False)
+
+
+def several_recomputed(label: str) -> str:
+    return (
+        f"layer {label} is in a part of the model that is optional, and a checkpoint recomputes it "
+        "together with other layers: ranks that did not call it would miss what that gathers. "
+        "Checkpoint each layer by itself, as gradient_checkpointing_enable() does, or shard with "
+        "optional=()"
+    )
 
 
 def _reduction_of(state: LayerState) -> str:

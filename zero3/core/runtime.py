@@ -364,6 +364,8 @@ class Runtime:
     def begin_call(self, state: LayerState, ahead: Sequence[LayerState] = ()) -> int:
         """Begins the call of a layer that this rank leaves out, because other ranks may call it."""
         self._release_lingering(keep=[state, *ahead])
+        # from here to `end_call` it stays, as a layer does that computes
+        self._lingering = [each for each in self._lingering if each is not state]
         state.fetch()
         for following in ahead:
             following.start_fetch()

@@ -117,10 +117,15 @@ class Passes(Protocol):
 class Order(Protocol[L]):
     """What a runtime asks of the order of its layers' calls. See `LearnedOrder`."""
 
-    # Whether each call is recorded, since another rank may need it; and even one that is made with
-    # gradients off, since its recomputation will need them.
-    counts_every_call: bool
-    counts_without_graph: bool
+    @property
+    def counts_every_call(self) -> bool:
+        """Whether each call is recorded, since another rank may need it."""
+        ...
+
+    @property
+    def counts_without_graph(self) -> bool:
+        """Whether even one that is made with gradients off is, since it may be recomputed."""
+        ...
 
     @property
     def calls(self) -> ForwardOrder[Any]: ...

@@ -23,7 +23,7 @@ from ..core.runtime import compare_call
 from ..core.schedule import LearnedOrder
 from ..guards.module_overrides import Override
 from ..layer import Zero3Layer, is_layer, layers_of, run_sharded, runtimes_in, states_in
-from .gates import Gates, Room, Spot
+from .gates import Gate, Gates, ModuleInside, ModuleOutside
 
 __all__: list[str] = []
 
@@ -60,14 +60,14 @@ def put_gates(
         for number, tower in enumerate(towers.values())
         for inner in (tower, *map(unwrapped, tower.modules()))
     }
-    called = list(_called(model, tower_of))
+    called = list(_called(model, set(map(id, towers.values()))))
     rooms = [(name, module, own) for name, module, own in called if _in(tower_of, module)]
     depth = root.policy.prefetch_depth
     trunk = LearnedOrder[LayerState]((), depth, partial(compare_call, root.communicator))
     gates = Gates(list(towers), [name for name, _, _ in rooms], host, trunk, depth)
     here = weakref.ref(gates)  # a runtime holds it; a module must hold nothing that holds it
     for number, (name, module, own) in enumerate(rooms, 1):
-        room = Room(name, number, tower_of[id(unwrapped(module))], weakref.ref(module))
+        room = ModuleInside(name, number, tower_of[id(unwrapped(module))], weakref.ref(module))
         Override(module, "forward", partial(_in_tower, here, room, own))
     everywhere, before = _places(model, tower_of, len(towers))
     outside = [(name, module) for name, module, _ in called if not _in(tower_of, module)]
@@ -78,7 +78,7 @@ def put_gates(
             if any(unwrapped(inner) is tower for inner in module.modules())
         )
         gated = frozenset(everywhere | before.get(id(unwrapped(module)), set()))
-        spot = partial(Spot, name or type(model).__name__, place, around, gated)
+        spot = partial(ModuleOutside, name or type(model).__name__, place, around, gated)
         if is_layer(module) and around:
             Override(unwrapped(module), "forward", partial(_outside, here, spot(True, True)))
         enters = not (is_layer(module) and around)
@@ -88,8 +88,30 @@ def put_gates(
 
 def towers_of(model: nn.Module) -> tuple[str, ...]:
     """The names of a sharded model's towers."""
-    orders = (runtime.own_order for runtime in runtimes_in(model))
-    return next((order.towers for order in orders if isinstance(order, Gates)), ())
+    return next((gates.towers for gates in _gates_in(model)), ())
+
+
+def gates_of(model: nn.Module) -> list[Gate]:
+    """What ranks without data take part in."""
+    return [gates.without_data for gates in _gates_in(model)]
+
+
+def _gates_in(model: nn.Module) -> list[Gates]:
+    orders = [runtime.own_order for runtime in runtimes_in(model)]
+    return [order for order in orders if isinstance(order, Gates)]
+
+
+def refuse_towers(model: nn.Module, caller: str, reason: str) -> None:
+    """
+    Raises:
+        ValueError: The model has towers. Every rank raises it.
+    """
+    if found := towers_of(model):
+        raise ValueError(
+            f"{caller}: {', '.join(found)} of this model are optional (optional= of zero3.shard), "
+            f"and {reason}. optional=() gives a model without towers, whose ranks all call the "
+            "same layers"
+        )
 
 
 def _in(tower_of: Mapping[int, int], module: nn.Module) -> bool:
@@ -97,7 +119,7 @@ def _in(tower_of: Mapping[int, int], module: nn.Module) -> bool:
 
 
 def _called(
-    model: nn.Module, tower_of: Mapping[int, int]
+    model: nn.Module, towers: set[int]
 ) -> Iterator[tuple[str, nn.Module, weakref.ref[Zero3Layer] | None]]:
     """Names and modules that are called and hold layers, or what a tower's own layer has: and that
     one, if it is around the module.
@@ -106,13 +128,15 @@ def _called(
     own = {
         id(module): weakref.ref(layer)
         for layer in layers_of(model)
-        if _in(tower_of, layer)
+        if id(layer.module) in towers
         for _, module in own_modules(layer.module, is_layer)
         if any(released_in(inner) for _, inner in own_modules(module, is_layer))
     }
     for name, module in model.named_modules():
         holds = is_layer(module) or id(module) in own or bool(states_in(module))
-        if holds and (is_layer(module) or (id(module) in outside | own.keys() and is_callable(module))):
+        if holds and (
+            is_layer(module) or (id(module) in outside | own.keys() and is_callable(module))
+        ):
             yield own_module_name(name), module, own.get(id(module))
 
 
@@ -135,7 +159,7 @@ def _places(
 
 def _outside(
     gates: weakref.ref[Gates],
-    spot: Spot,
+    spot: ModuleOutside,
     module: nn.Module,
     method: Callable[..., Any],
     /,
@@ -150,7 +174,7 @@ def _outside(
 
 def _in_tower(
     gates: weakref.ref[Gates],
-    room: Room,
+    room: ModuleInside,
     own: weakref.ref[Zero3Layer] | None,
     module: nn.Module,
     method: Callable[..., Any],
@@ -166,5 +190,7 @@ def _in_tower(
     return method(*args, **kwargs) if found is None else found.call(room, method, args, kwargs)
 
 
-def _enter(runtime: Any, state: LayerState, module: nn.Module, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _enter(
+    runtime: Any, state: LayerState, module: nn.Module, method: Any, /, *args: Any, **kwargs: Any
+) -> Any:
     return run_sharded(runtime, state, module, method, args, kwargs)

@@ -23,7 +23,8 @@ import torch
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.errors import is_transfer_failure
-from ..core.autograd import tensors_in
+from ..core.autograd import checkpoint_around, in_reentrant_checkpoint, tensors_in
+from ..core.backward import several_recomputed
 from ..core.layer_state import LayerState, may_get_gradients
 from ..core.runtime import Runtime
 from ..core.schedule import ForwardOrder, LearnedOrder, Passes
@@ -33,22 +34,24 @@ from ..stages.dynamic import Event
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
-_WORDS = Struct("<HIBQB")  # of `Told`, and the last byte, by which no other exchange ends
+_WORDS = Struct("<HIBQB")  # of `Message`, and the last byte, by which no other exchange ends
 _LAST = 0x6A
 _ABSENT = bytes(_WORDS.size)
 _LISTENS, _END = 0xFFFF, 0xFFFE  # in place of a layer's begin or end
 _GRADIENTS, _RAISED, _TELLS_LAYERS = 1, 2, 4
 
 
-class Told(NamedTuple):
+class Message(NamedTuple):
     """What a rank tells at a gate, or in a tower's first call."""
 
-    number: int  # of the module that it calls next, or 0; in a first call, of a layer's begin or end
+    number: (
+        int  # of the module that it calls next, or 0; in a first call, of a layer's begin or end
+    )
     place: int = 0  # of a gate
     flags: int = 0
     digest: int = 0  # at the end of a forward, of what this rank has done
 
-    def apart(self, other: Told) -> bool:
+    def apart(self, other: Message) -> bool:
         """Whether one of the two is wrong."""
         both = self.flags ^ other.flags
         if both & _TELLS_LAYERS:
@@ -70,7 +73,7 @@ class Gate:
 
     layer: Any  # the model's first
     communicator: Communicator = field(compare=False)
-    mine: Told = field(default=Told(0), compare=False)
+    mine: Message = field(default=Message(0), compare=False)
     at: str = field(default="", compare=False)  # for errors
     lines: Callable[[], Sequence[str]] = field(default=tuple, compare=False)
     error: Exception | None = field(default=None, compare=False)
@@ -79,7 +82,7 @@ class Gate:
     def __str__(self) -> str:
         return "has come to a gate"
 
-    def perform(self) -> list[Told]:
+    def perform(self) -> list[Message]:
         found = self._exchange(_WORDS.pack(*self.mine, _LAST))
         if _someone_raised(found):
             agree(self.communicator, _CPU, "the call of a tower", [], self.error)
@@ -93,7 +96,7 @@ class Gate:
         if _someone_raised(found) or _apart(found):
             agree(self.communicator, _CPU, "what comes next", [], absent=True)
 
-    def _exchange(self, mine: bytes) -> list[Told]:
+    def _exchange(self, mine: bytes) -> list[Message]:
         """What the ranks tell that are not absent."""
         told = self.communicator.exchange(mine, _CPU)
         for rank, each in enumerate(told):
@@ -101,21 +104,21 @@ class Gate:
                 raise RuntimeError(
                     f"rank {rank} was elsewhere, and what it sent there has come to a gate"
                 )
-        return [Told(*_WORDS.unpack(each)[:-1]) for each in told if each != _ABSENT]
+        return [Message(*_WORDS.unpack(each)[:-1]) for each in told if each != _ABSENT]
 
 
-def _someone_raised(found: Sequence[Told]) -> bool:
+def _someone_raised(found: Sequence[Message]) -> bool:
     return any(each.flags & _RAISED for each in found)
 
 
-def _apart(found: Sequence[Told]) -> set[Told]:
+def _apart(found: Sequence[Message]) -> set[Message]:
     """Those that are not at the same point."""
     kinds = set(found)
     return {each for each in kinds for other in kinds if each.apart(other)}
 
 
 @dataclass(slots=True)
-class _Call:
+class TowerCall:
     """A call of a tower's module under way, which this rank makes or attends."""
 
     number: int
@@ -126,13 +129,16 @@ class _Call:
     # the ticks at which layers have begun that this rank does not compute
     begun: defaultdict[LayerState, list[int]] = field(default_factory=lambda: defaultdict(list))
 
+    outer: object | None = None  # the checkpoint in which this rank calls it, if that is reentrant
+    checkpoint: object | None = None  # around the layer that was entered last
+
     def ahead(self, depth: int) -> list[LayerState]:
         begins = (each.layer for each in (self.known or ())[self.next :] if each.begins)
         return list(islice(begins, depth))
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class ModuleOutside:
     """A module outside of towers."""
 
     name: str
@@ -144,7 +150,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ModuleInside:
     """A module in a tower."""
 
     name: str
@@ -193,7 +199,7 @@ class Gates:
         self._runtime: Callable[[], Runtime | None] = lambda: None
         self._active = False  # whether a forward of the model is under way, not at its own pace
         self._stack: list[frozenset[int]] = []  # of modules under way: the towers in them
-        self._call: _Call | None = None
+        self._call: TowerCall | None = None
         self._known: dict[int, Sequence[Event[LayerState]]] = {}
         self._recorded = False  # whether a call of this pass takes part in backward
         self._over = False  # whether all ranks raise already
@@ -201,6 +207,11 @@ class Gates:
 
     def serve(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
+
+    @property
+    def without_data(self) -> Gate:
+        """As a rank without data takes part in it."""
+        return Gate(self._passes.layers[0], self._host)
 
     # -- what a runtime asks of an order
 
@@ -235,6 +246,9 @@ class Gates:
         if call is None:
             return self._trunk.enter(state, passes)
         event = Event(state, begins=True)
+        around, call.checkpoint = call.checkpoint, checkpoint_around() or call.outer
+        if call.records and around is not None and around is call.checkpoint:
+            raise ValueError(several_recomputed(state.label))
         if call.known is None:
             self._tell_layer(call, event)
         else:
@@ -265,7 +279,7 @@ class Gates:
 
     # -- modules outside of towers
 
-    def run(self, spot: Spot, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, spot: ModuleOutside, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a module, with the gates before and in it."""
         if not self._active or self._call is not None:
             return method(*args, **kwargs)
@@ -292,7 +306,7 @@ class Gates:
         """
         while True:
             digest, lines = self._done() if last else (0, tuple)
-            number, records = self._ask(Told(0, place & 0xFFFFFFFF, 0, digest), at, lines)
+            number, records = self._ask(Message(0, place & 0xFFFFFFFF, 0, digest), at, lines)
             if not number:
                 self._compared = self._compared or last
                 return
@@ -309,7 +323,7 @@ class Gates:
         return digest, lambda: [first.log.summary(), *(each.name_among_ranks for each in recorded)]
 
     def _ask(
-        self, mine: Told, at: str, lines: Callable[[], Sequence[str]] = tuple
+        self, mine: Message, at: str, lines: Callable[[], Sequence[str]] = tuple
     ) -> tuple[int, bool]:
         """The module that is called next, or 0, and whether its call takes part in backward."""
         found = self._exchange(mine, at, lines)
@@ -318,37 +332,41 @@ class Gates:
 
     def _exchange(
         self,
-        mine: Told,
+        mine: Message,
         at: str,
         lines: Callable[[], Sequence[str]] = tuple,
         error: Exception | None = None,
-    ) -> list[Told]:
+    ) -> list[Message]:
         first = self._passes.layers[0]
         gate = Gate(first, self._host, mine, at, lines, error)
         self._over = True  # if it raises, all ranks do
-        found: list[Told] = first.conductor.conduct(gate)
+        found: list[Message] = first.conductor.conduct(gate)
         self._over = False
         return found
 
     @property
     def _passes(self) -> Runtime:
         runtime = self._runtime()
-        assert runtime is not None  # it holds this
+        if runtime is None:  # it holds this
+            raise RuntimeError("the sharded model that this tower belongs to is gone")
         return runtime
 
     # -- modules in towers
 
-    def call(self, room: Room, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, room: ModuleInside, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a module of a tower, when it is its turn."""
         calls_here = self._active and self._call is None and self._stack
         if not calls_here or room.tower not in self._stack[-1]:
             return method(*args, **kwargs)
         name = f"the call of {room.name!r}"
-        wants = torch.is_grad_enabled() and room.needs_gradients(args, kwargs)
-        mine = Told(room.number, flags=_GRADIENTS if wants else 0)
+        outer = object() if not torch.is_grad_enabled() and in_reentrant_checkpoint() else None
+        wants = torch.is_grad_enabled() or outer is not None
+        wants = wants and room.needs_gradients(args, kwargs)
+        mine = Message(room.number, flags=_GRADIENTS if wants else 0)
         while (asked := self._ask(mine, name))[0] != room.number:
             self._attend(*asked)
         call = self._begin(*asked)
+        call.outer = outer
         try:
             # what nobody's backward needs has no graph
             with torch.set_grad_enabled(torch.is_grad_enabled() and call.records):
@@ -362,8 +380,8 @@ class Gates:
         finally:
             self._call = None
 
-    def _begin(self, number: int, records: bool) -> _Call:
-        self._call = call = _Call(number, records, self._known.get(number))
+    def _begin(self, number: int, records: bool) -> TowerCall:
+        self._call = call = TowerCall(number, records, self._known.get(number))
         self._recorded = self._recorded or records
         return call
 
@@ -383,21 +401,21 @@ class Gates:
         finally:
             self._call = None
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: TowerCall) -> None:
         if call.known is not None:
             self._pass_over(call, None)
             return
         self._tell(_END)
         self._known[call.number] = call.events
 
-    def _tell_layer(self, call: _Call, event: Event[LayerState]) -> None:
+    def _tell_layer(self, call: TowerCall, event: Event[LayerState]) -> None:
         """In a tower's first call."""
         self._tell(2 * self._passes.layers.index(event.layer) + event.begins)
         call.events.append(event)
 
     def _tell(self, code: int) -> int:
         """What those tell that call the tower."""
-        found = self._exchange(Told(code, flags=_TELLS_LAYERS), self._word_of(code))
+        found = self._exchange(Message(code, flags=_TELLS_LAYERS), self._word_of(code))
         return min(each.number for each in found)
 
     def _word_of(self, code: int) -> str:
@@ -406,7 +424,7 @@ class Gates:
         label = self._passes.layers[code // 2].label
         return f"the {'begin' if code % 2 else 'end'} of layer {label} in a tower"
 
-    def _pass_over(self, call: _Call, until: Event[LayerState] | None) -> None:
+    def _pass_over(self, call: TowerCall, until: Event[LayerState] | None) -> None:
         """Takes part in what this rank leaves out before `until`, or before the end."""
         known = call.known or ()
         stop = len(known)
@@ -424,7 +442,7 @@ class Gates:
             self._do(call, known[call.next - 1])
         call.next = stop + 1
 
-    def _do(self, call: _Call, event: Event[LayerState]) -> None:
+    def _do(self, call: TowerCall, event: Event[LayerState]) -> None:
         if event.begins:
             begun = self._passes.begin_call(event.layer, call.ahead(self._depth))
             call.begun[event.layer].append(begun)
@@ -432,14 +450,14 @@ class Gates:
             starts = call.begun[event.layer]
             self._passes.end_call(event.layer, starts.pop() if starts else 0)
 
-    def _tell_error(self, call: _Call, name: str, error: Exception) -> None:
+    def _tell_error(self, call: TowerCall, name: str, error: Exception) -> None:
         """Makes the rest of the others' transfers, and tells them."""
         cause = RuntimeError(f"its call of {name!r} raised {type(error).__name__}: {error}")
         try:
             if call.known is not None:
                 with torch.set_grad_enabled(call.records):
                     self._pass_over(call, None)
-            self._exchange(Told(0, flags=_RAISED), f"the call of {name!r}", error=cause)
+            self._exchange(Message(0, flags=_RAISED), f"the call of {name!r}", error=cause)
         except (RuntimeError, ValueError) as told:  # the caller raises this rank's own error
             told.__traceback__ = None  # its frames would keep the forward's tensors alive
 
@@ -455,4 +473,5 @@ class Gates:
         old = {id(tensor) for tensor in tensors_in(given)}
         for tensor in tensors:
             if tensor.is_floating_point() and id(tensor) not in old:
-                _GivesGraph.apply(tensor, tensor.new_zeros((), requires_grad=True))
+                anchor = tensor.new_zeros((), requires_grad=True)
+                _GivesGraph.apply(tensor, anchor)  # type: ignore[no-untyped-call]
