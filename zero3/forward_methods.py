@@ -16,6 +16,7 @@ from .guards.module_overrides import Override
 from .layer import RootEntry, Zero3Layer, layers_of, run_in
 from .sequences.dividing import enter_forward, read_own
 from .sequences.parts import parts_of
+from .towers.entering import follow
 
 __all__: list[str] = []
 
@@ -66,6 +67,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         and (root := entry.root()) is not None
         and (runtime := entry.runtime()) is not None
     ):
+        follow(module, runtime, method_name)
         RootEntry(module, root, runtime, method_name)
     elif not layers_of(module):
         raise ValueError(

@@ -218,9 +218,9 @@ def host_communicator(communicator: Communicator, device: torch.device) -> Commu
     """By which the ranks of a model on `device` exchange bytes on the host, which never waits for
     the device. All ranks call it, since it may make a group. The model's own, on a CPU.
     """
-    group = process_group_of(communicator)
     if device.type == "cpu" or communicator.world_size == 1:
         return communicator
+    group = process_group_of(communicator)
     if isinstance(communicator, MeshCommunicator):
         members = [*communicator.members]
     elif group is not None:

@@ -19,7 +19,7 @@ from ..core.parameters import (
     released_in,
     unwrapped,
 )
-from ..core.runtime import compare_call
+from ..core.runtime import Runtime, compare_call
 from ..core.schedule import LearnedOrder
 from ..guards.module_overrides import Override
 from ..layer import Zero3Layer, is_layer, layers_of, run_sharded, runtimes_in, states_in
@@ -81,9 +81,16 @@ def put_gates(
         spot = partial(ModuleOutside, name or type(model).__name__, place, around, gated)
         if is_layer(module) and around:
             Override(unwrapped(module), "forward", partial(_outside, here, spot(True, True)))
-        enters = not (is_layer(module) and around)
-        Override(module, "forward", partial(_outside, here, spot(enters, False)))
+        gates.outside[id(module)] = spot(not (is_layer(module) and around), False)
+        Override(module, "forward", partial(_outside, here, gates.outside[id(module)]))
     return gates
+
+
+def follow(module: nn.Module, runtime: Runtime, method_name: str) -> None:
+    """From now on, gates are in another method of `module`, too, which is outside of layers."""
+    gates = runtime.own_order
+    if isinstance(gates, Gates) and (spot := gates.outside.get(id(module))) is not None:
+        Override(module, method_name, partial(_outside, weakref.ref(gates), spot))
 
 
 def towers_of(model: nn.Module) -> tuple[str, ...]:

@@ -196,6 +196,7 @@ class Gates:
         """
         self.towers, self._modules = tuple(towers), tuple(modules)
         self._host, self._trunk, self._depth = host, trunk, depth
+        self.outside: dict[int, ModuleOutside] = {}  # by the module's id
         self._runtime: Callable[[], Runtime | None] = lambda: None
         self._active = False  # whether a forward of the model is under way, not at its own pace
         self._stack: list[frozenset[int]] = []  # of modules under way: the towers in them
