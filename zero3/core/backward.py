@@ -437,10 +437,10 @@ class Backward:
 
 def several_recomputed(label: str) -> str:
     return (
-        f"layer {label} is in a part of the model that is optional, and a checkpoint recomputes it "
-        "together with other layers: ranks that did not call it would miss what that gathers. "
-        "Checkpoint each layer by itself, as gradient_checkpointing_enable() does, or shard with "
-        "optional=()"
+        f"a checkpoint recomputes layer {label} together with other layers, in a model of which "
+        "not every rank calls all (optional=): ranks that did not call one would miss what that "
+        "gathers. Checkpoint each layer by itself, as gradient_checkpointing_enable() does, or "
+        "shard with optional=()"
     )
 
 

@@ -71,6 +71,9 @@ def put_gates(
         Override(module, "forward", partial(_in_tower, here, room, own))
     everywhere, before = _places(model, tower_of, len(towers))
     outside = [(name, module) for name, module, _ in called if not _in(tower_of, module)]
+    for _, module in outside:
+        if found := before.get(id(unwrapped(module))):
+            gates.before[states_in(module)[0]] = frozenset(found)
     for place, (name, module) in enumerate(outside):
         around = frozenset(
             number

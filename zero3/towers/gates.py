@@ -180,6 +180,18 @@ class _GivesGraph(torch.autograd.Function):
         return None, None
 
 
+@dataclass(slots=True)
+class Pass:
+    """A forward of the model."""
+
+    active: bool = False  # whether it is under way, and not at this rank's own pace
+    trains: bool = False  # whether it began with gradients on
+    recorded: bool = False  # whether a call of it takes part in backward
+    compared: bool = False  # whether ranks have compared it
+    # whether all ranks raise already, or the others can't be told where they are
+    over: bool = False
+
+
 class Gates:
     """The order of calls of a model with towers. Outside of towers it is learned."""
 
@@ -197,14 +209,13 @@ class Gates:
         self.towers, self._modules = tuple(towers), tuple(modules)
         self._host, self._trunk, self._depth = host, trunk, depth
         self.outside: dict[int, ModuleOutside] = {}  # by the module's id
+        # the towers that have their gate before a layer's call alone, since they stand in a list
+        self.before: dict[Any, frozenset[int]] = {}
         self._runtime: Callable[[], Runtime | None] = lambda: None
-        self._active = False  # whether a forward of the model is under way, not at its own pace
+        self._pass = Pass()
         self._stack: list[frozenset[int]] = []  # of modules under way: the towers in them
         self._call: TowerCall | None = None
         self._known: dict[int, Sequence[Event[LayerState]]] = {}
-        self._recorded = False  # whether a call of this pass takes part in backward
-        self._over = False  # whether all ranks raise already
-        self._compared = False  # whether ranks have compared this pass
 
     def serve(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
@@ -222,15 +233,20 @@ class Gates:
 
     @property
     def counts_every_call(self) -> bool:
-        return self._recorded if self._call is None else self._call.records
+        if self._call is not None:
+            return self._call.records
+        return self._pass.recorded or self.counts_without_graph
 
     @property
     def counts_without_graph(self) -> bool:
-        return self._call is not None and self._call.records
+        if self._call is not None:
+            return self._call.records
+        # Its recomputation opens what this rank has attended since: no hook does it here.
+        without = self._pass.trains and not torch.is_grad_enabled()
+        return without and in_reentrant_checkpoint()
 
     def forget_pass(self) -> None:
-        self._active = self._recorded = self._over = self._compared = False
-        self._call = None
+        self._pass, self._call = Pass(), None
         self._stack.clear()
 
     def adopt(self, state: LayerState) -> None:
@@ -239,7 +255,8 @@ class Gates:
     def begin(self, *, continues: bool) -> None:
         if not self.calls.known:  # forgotten, for not all ranks have made the same calls
             self._known.clear()
-        self._active, self._over, self._compared = True, False, False
+        recorded = continues and self._pass.recorded
+        self._pass = Pass(True, torch.is_grad_enabled(), recorded)
         self._trunk.begin(continues=continues)
 
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
@@ -269,20 +286,20 @@ class Gates:
             self._pass_over(call, event)
 
     def finish(self, first: LayerState, passes: Passes) -> None:
-        self._active = False
+        self._pass.active = False
         self._trunk.finish(first, passes)
-        if self._compared:
+        if self._pass.compared:
             passes.note_compared()
 
     def fail(self, first: LayerState, passes: Passes, error: BaseException) -> None:
-        self._active, self._call = False, None
+        self._pass.active, self._call = False, None
         self._trunk.fail(first, passes, error)
 
     # -- modules outside of towers
 
     def run(self, spot: ModuleOutside, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a module, with the gates before and in it."""
-        if not self._active or self._call is not None:
+        if not self._pass.active or self._call is not None:
             return method(*args, **kwargs)
         outermost = not self._stack
         if not outermost and not spot.is_frame and self._stack[-1] & spot.gated - spot.around:
@@ -298,8 +315,25 @@ class Gates:
             if outermost:
                 self._give_graph(output, (args, kwargs))
             return output
+        except Exception as error:
+            if self._at_gates():
+                self._tell_error(f"its forward of {spot.name!r}", error)
+            self._pass.over = True  # of others nobody knows where they are
+            raise
         finally:
             del self._stack[depth:]
+
+    def _at_gates(self) -> bool:
+        """Whether what the other ranks come to next is a gate, or a comparison: not if a trunk's
+        module has raised, or if towers of a list of blocks alone have their gates later.
+        """
+        listed = frozenset().union(*self.before.values())
+        here = self._stack[-1]
+        following = next(iter(self.calls.upcoming(1)), None)
+        return bool(here - listed) or (
+            bool(here)
+            and (following is None or bool(self.before.get(following, here - here) & here))
+        )
 
     def _pass_gate(self, place: int, at: str, *, last: bool = False) -> None:
         """Takes part in what others call, until no rank calls a module of a tower. `last`: ranks
@@ -309,7 +343,7 @@ class Gates:
             digest, lines = self._done() if last else (0, tuple)
             number, records = self._ask(Message(0, place & 0xFFFFFFFF, 0, digest), at, lines)
             if not number:
-                self._compared = self._compared or last
+                self._pass.compared = self._pass.compared or last
                 return
             self._attend(number, records)
 
@@ -340,9 +374,9 @@ class Gates:
     ) -> list[Message]:
         first = self._passes.layers[0]
         gate = Gate(first, self._host, mine, at, lines, error)
-        self._over = True  # if it raises, all ranks do
+        self._pass.over = True  # if it raises, all ranks do
         found: list[Message] = first.conductor.conduct(gate)
-        self._over = False
+        self._pass.over = False
         return found
 
     @property
@@ -356,7 +390,7 @@ class Gates:
 
     def call(self, room: ModuleInside, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a module of a tower, when it is its turn."""
-        calls_here = self._active and self._call is None and self._stack
+        calls_here = self._pass.active and self._call is None and self._stack
         if not calls_here or room.tower not in self._stack[-1]:
             return method(*args, **kwargs)
         name = f"the call of {room.name!r}"
@@ -375,15 +409,14 @@ class Gates:
             self._end(call)
             return output
         except Exception as error:
-            if not self._over and not is_transfer_failure(error):
-                self._tell_error(call, room.name, error)
+            self._tell_error(f"its call of {room.name!r}", error, call)
             raise
         finally:
             self._call = None
 
     def _begin(self, number: int, records: bool) -> TowerCall:
         self._call = call = TowerCall(number, records, self._known.get(number))
-        self._recorded = self._recorded or records
+        self._pass.recorded = self._pass.recorded or records
         return call
 
     def _attend(self, number: int, records: bool) -> None:
@@ -451,14 +484,16 @@ class Gates:
             starts = call.begun[event.layer]
             self._passes.end_call(event.layer, starts.pop() if starts else 0)
 
-    def _tell_error(self, call: TowerCall, name: str, error: Exception) -> None:
-        """Makes the rest of the others' transfers, and tells them."""
-        cause = RuntimeError(f"its call of {name!r} raised {type(error).__name__}: {error}")
+    def _tell_error(self, what: str, error: Exception, call: TowerCall | None = None) -> None:
+        """Makes the rest of the others' transfers in a tower, and tells them, if they can hear."""
+        if self._pass.over or is_transfer_failure(error):
+            return
+        cause = RuntimeError(f"{what} raised {type(error).__name__}: {error}")
         try:
-            if call.known is not None:
+            if call is not None and call.known is not None:
                 with torch.set_grad_enabled(call.records):
                     self._pass_over(call, None)
-            self._exchange(Message(0, flags=_RAISED), f"the call of {name!r}", error=cause)
+            self._exchange(Message(0, flags=_RAISED), what, error=cause)
         except (RuntimeError, ValueError) as told:  # the caller raises this rank's own error
             told.__traceback__ = None  # its frames would keep the forward's tensors alive
 
@@ -466,7 +501,7 @@ class Gates:
         """Other ranks need this rank's backward, also if only towers train that it has not called:
         then its outputs get a graph.
         """
-        if not (self._recorded and torch.is_grad_enabled()):
+        if not (self._pass.recorded and torch.is_grad_enabled()):
             return
         tensors = tensors_in(output)
         if any(tensor.requires_grad for tensor in tensors):
