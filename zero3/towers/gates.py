@@ -330,10 +330,9 @@ class Gates:
         listed = frozenset().union(*self.before.values())
         here = self._stack[-1]
         following = next(iter(self.calls.upcoming(1)), None)
-        return bool(here - listed) or (
-            bool(here)
-            and (following is None or bool(self.before.get(following, here - here) & here))
-        )
+        if not here or here - listed or following is None:
+            return bool(here)
+        return bool(here & self.before.get(following, frozenset()))
 
     def _pass_gate(self, place: int, at: str, *, last: bool = False) -> None:
         """Takes part in what others call, until no rank calls a module of a tower. `last`: ranks
