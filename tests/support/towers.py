@@ -120,11 +120,11 @@ class TowersLife:
         return len(self.calls[0][0])
 
 
-def batch(life: TowersLife, step: int, micro: int, rank: int) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+def batch(life: TowersLife, step: int, micro: int, rank: int, device: str = "cpu") -> tuple[Tensor, list[tuple[str, Tensor]]]:
     drawn = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
     words = torch.randint(WORDS, (3,), generator=drawn)
     pixels = lambda: torch.randn(2, PIXELS, generator=drawn, dtype=torch.float64)  # noqa: E731
-    return words, [(name, pixels()) for name in life.calls[step][micro][rank]]
+    return words.to(device), [(name, pixels().to(device)) for name in life.calls[step][micro][rank]]
 
 
 def trained(life: TowersLife, model: Seeing) -> dict[str, Tensor]:
@@ -146,19 +146,19 @@ def backward(loss: Tensor) -> None:
         loss.backward()
 
 
-def trained_sharded(life: TowersLife, model: Seeing, group: Any = None, rank: int | None = None) -> dict[str, Tensor]:
+def trained_sharded(life: TowersLife, model: Seeing, group: Any = None, rank: int | None = None, device: str = "cpu") -> dict[str, Tensor]:
     """On one rank of several."""
     rank = group.rank if rank is None else rank
     if life.delays is not None:
         delays = random.Random(life.delays.random() + rank)
         group.before = lambda kind: time.sleep(delays.choice([0] * 9 + [0.001]))
-    zero3.shard(model, [Block, nn.Embedding], optional=life.optional, policy=life.policy, process_group=group)
+    zero3.shard(model, [Block, nn.Embedding], optional=life.optional, policy=life.policy, process_group=group, device=device)
     optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), 0.02, weight_decay=0.1)
     for step, micros in enumerate(life.calls):
         losses: list[Tensor] = []
         for micro in range(len(micros)):
             with zero3.no_sync(model) if life.keeps and micro < len(micros) - 1 else nullcontext(), failing(life, model, step, micro, rank):
-                loss = model(*batch(life, step, micro, rank)).square().sum()
+                loss = model(*batch(life, step, micro, rank, device)).square().sum()
                 losses.append(loss)
                 if not life.together:
                     backward(loss)
@@ -171,8 +171,8 @@ def trained_sharded(life: TowersLife, model: Seeing, group: Any = None, rank: in
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        model(*batch(life, 0, 0, rank))
-    return {name: p.clone() for name, p in zero3.full_state_dict(model, rank0_only=False).items()}
+        model(*batch(life, 0, 0, rank, device))
+    return {name: p.cpu().clone() for name, p in zero3.full_state_dict(model, rank0_only=False).items()}
 
 
 @contextmanager
