@@ -186,6 +186,19 @@ def test_step_guard_and_batch_finder_refuse_towers() -> None:
         assert all("optional" in text and "optional=()" in text and "body.vision" in text for text in texts)
 
 
+def test_profile_shows_waits_at_gates() -> None:
+    def body(group: ThreadCommunicator, model: Seeing) -> tuple[int, int, str]:
+        step(model, [V, A], group.rank)
+        with zero3.profile(model) as found:
+            before = sum(each.kind == "exchange" for each in group.log)
+            step(model, [V, NONE], group.rank)
+        return len(found.gates), sum(each.kind == "exchange" for each in group.log) - before, str(found)
+
+    for gates, exchanges, text in on_ranks(2, body):
+        assert gates == exchanges > 0
+        assert f"{gates} gates of towers" in text
+
+
 def test_inside_of_resident_ranks_go_at_their_own_pace() -> None:
     def body(group: ThreadCommunicator, model: Seeing) -> int:
         with zero3.resident(model):

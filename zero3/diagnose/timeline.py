@@ -105,6 +105,7 @@ class Profile:
         busiest: For each layer of experts that stay at home, by name: how many of this rank's rows
             of tokens go to the rank that gets most, over the mean of all ranks. 1.0: all get as
             many.
+        gates: Of a model with towers, for each exchange at a gate: the seconds that the host waited.
     """
 
     def __init__(self) -> None:
@@ -113,6 +114,7 @@ class Profile:
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.busiest: dict[str, float] = {}
+        self.gates: list[float] = []
         self._prefetch_depth = 1
 
     def _finish(
@@ -227,6 +229,11 @@ class Profile:
             f"{self.exposed_ms:.1f} ms ({share:.1%}); received {self.nbytes / 1e6:.1f} MB, at "
             f"{self.bytes_per_second / 1e6:.0f} MB/s"
         )
+        if self.gates:
+            waited = 1e3 * sum(self.gates)
+            lines.append(
+                f"{len(self.gates)} gates of towers, where the host waited {waited:.1f} ms"
+            )
         lines += [
             f"{layer}: the busiest rank gets {share:.2f} x the mean of this rank's rows of tokens"
             for layer, share in self.busiest.items()
