@@ -232,6 +232,11 @@ def host_communicator(communicator: Communicator, device: torch.device) -> Commu
     return communicator_for(group, torch.device("cpu"))
 
 
+def in_memory(communicator: Communicator) -> Communicator:
+    """One for the same ranks, whose exchanges go through shared memory if they can."""
+    return communicator.in_memory() if isinstance(communicator, GlooCommunicator) else communicator
+
+
 def any_device_of(process_group: Any) -> torch.device:
     """Any device that the group supports, for a caller without a device. None: the default group,
     or no group.

@@ -71,6 +71,7 @@ class GlooCommunicator(GroupCommunicator):
 
     def __init__(self, group: Any, backend: str, device: torch.device) -> None:
         super().__init__(group, backend, device)
+        self.exchanges_in_memory = False
         self.takes_pieces = device.type == "cpu"  # from a GPU, a buffer is copied to the host
 
     @cached_property
@@ -82,7 +83,7 @@ class GlooCommunicator(GroupCommunicator):
             self.rank,
             self.world_size,
             timeout_of(group, "cpu"),
-            partial(self.exchange, device=torch.device("cpu")),
+            partial(super().exchange, device=torch.device("cpu")),
         )
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
@@ -184,9 +185,16 @@ class GlooCommunicator(GroupCommunicator):
         incoming = {rank: torch.empty_like(own) for rank in others}
         self._swap(4 * number + _SUM, incoming, dict.fromkeys(others, (own,)), combine).wait()
 
+    def in_memory(self) -> GlooCommunicator:
+        """One for the same ranks, whose exchanges go through shared memory as gathers do. It meets
+        no other in them: ranks may use it where none can be elsewhere.
+        """
+        other = GlooCommunicator(self._group, self._backend, self._device)
+        other.exchanges_in_memory = True
+        return other
+
     def exchange(self, payload: bytes, device: torch.device) -> list[bytes]:
-        # the memory is made by an exchange, too
-        if device.type != "cpu" or "_memory" not in self.__dict__:
+        if device.type != "cpu" or not self.exchanges_in_memory:
             return super().exchange(payload, device)
         mine, found = torch.frombuffer(bytearray(payload), dtype=torch.uint8), {self.rank: payload}
 

@@ -38,6 +38,11 @@ class ForwardOrder(Generic[L]):
         """The number of calls in this pass so far."""
         return len(self._seen)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether this pass follows a known order."""
+        return self._follows is not None
+
     def begin(self) -> None:
         self._seen = []
         self._follows = self._known[0] if self._known else None

@@ -105,7 +105,7 @@ class Profile:
         busiest: For each layer of experts that stay at home, by name: how many of this rank's rows
             of tokens go to the rank that gets most, over the mean of all ranks. 1.0: all get as
             many.
-        gates: Of a model with towers, for each exchange at a gate: the seconds that the host waited.
+        gates: Of a model with towers, the seconds that the host waited for each exchange at a gate.
     """
 
     def __init__(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.errors import is_transfer_failure
+from ..comm.factory import in_memory
 from ..core.autograd import checkpoint_around, in_reentrant_checkpoint, tensors_in
 from ..core.backward import several_recomputed
 from ..core.layer_state import LayerState, may_get_gradients
@@ -207,7 +208,7 @@ class Gates:
         model's order. `host`: moves what ranks tell each other. `trunk`: the order of all else.
         """
         self.towers, self._modules = tuple(towers), tuple(modules)
-        self._host, self._trunk, self._depth = host, trunk, depth
+        self._host, self._near, self._trunk, self._depth = host, in_memory(host), trunk, depth
         self.outside: dict[int, ModuleOutside] = {}  # by the module's id
         # the towers that have their gate before a layer's call alone, since they stand in a list
         self.before: dict[Any, frozenset[int]] = {}
@@ -372,7 +373,10 @@ class Gates:
         error: Exception | None = None,
     ) -> list[Message]:
         first = self._passes.layers[0]
-        gate = Gate(first, self._host, mine, at, lines, error)
+        # A rank that is elsewhere compares a call that no order predicts, or has no data: it is met
+        # where comparisons are made.
+        apart = not self.calls.predicts or first.communicator is not self._passes.communicator
+        gate = Gate(first, self._host if apart else self._near, mine, at, lines, error)
         self._pass.over = True  # if it raises, all ranks do
         found: list[Message] = first.conductor.conduct(gate)
         self._pass.over = False
