@@ -11,6 +11,7 @@ from torch import nn
 
 from ..auto_wrap import Candidate
 from ..comm.communicator import Communicator
+from ..comm.factory import in_memory
 from ..core.layer_state import LayerState
 from ..core.parameters import (
     is_callable,
@@ -64,7 +65,8 @@ def put_gates(
     rooms = [(name, module, own) for name, module, own in called if _in(tower_of, module)]
     depth = root.policy.prefetch_depth
     trunk = LearnedOrder[LayerState]((), depth, partial(compare_call, root.communicator))
-    gates = Gates(list(towers), [name for name, _, _ in rooms], host, trunk, depth)
+    near = in_memory(host) if root.device.type == "cpu" else host
+    gates = Gates(list(towers), [name for name, _, _ in rooms], host, near, trunk, depth)
     here = weakref.ref(gates)  # a runtime holds it; a module must hold nothing that holds it
     for number, (name, module, own) in enumerate(rooms, 1):
         room = ModuleInside(name, number, tower_of[id(unwrapped(module))], weakref.ref(module))

@@ -23,7 +23,6 @@ import torch
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.errors import is_transfer_failure
-from ..comm.factory import in_memory
 from ..core.autograd import checkpoint_around, in_reentrant_checkpoint, tensors_in
 from ..core.backward import several_recomputed
 from ..core.layer_state import LayerState, may_get_gradients
@@ -201,14 +200,16 @@ class Gates:
         towers: Sequence[str],
         modules: Sequence[str],
         host: Communicator,
+        near: Communicator,
         trunk: LearnedOrder[LayerState],
         depth: int,
     ) -> None:
         """`towers`: their names. `modules`: those of all modules in them that are called, in the
-        model's order. `host`: moves what ranks tell each other. `trunk`: the order of all else.
+        model's order. `host`: moves what ranks tell each other; `near`:
+        where nobody compares. `trunk`: the order of all else.
         """
         self.towers, self._modules = tuple(towers), tuple(modules)
-        self._host, self._near, self._trunk, self._depth = host, in_memory(host), trunk, depth
+        self._host, self._near, self._trunk, self._depth = host, near, trunk, depth
         self.outside: dict[int, ModuleOutside] = {}  # by the module's id
         # the towers that have their gate before a layer's call alone, since they stand in a list
         self.before: dict[Any, frozenset[int]] = {}
