@@ -30,7 +30,7 @@ FLOORS = (
     {"experts", "guards", "stores", "wires", "stages", "faces", "conductors", "pinning"},
     {"build"},
     {"layer", "auto_wrap"},
-    {"sequential", "access", "sequences"},
+    {"sequential", "access", "sequences", "towers"},
     {"shard", "names", "resilience", "forward_methods", "by_hand", "door"},
     {"optim"},
     {"checkpoint", "zero1", "uneven", "diagnose"},

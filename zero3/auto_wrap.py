@@ -227,7 +227,7 @@ def _outermost_lists(
             and not nested
         ):
             names.append(name)
-            lists.append([element for element in _called_in(module) if holds_something(element)])
+            lists.append([element for element in called_in(module) if holds_something(element)])
     return [elements for elements in lists if elements]
 
 
@@ -241,7 +241,7 @@ def _are_blocks(elements: list[nn.Module], largest: int) -> bool:
     )
 
 
-def _called_in(module: nn.Module) -> list[nn.Module]:
+def called_in(module: nn.Module) -> list[nn.Module]:
     """Returns the outermost modules inside `module` that have a forward. A list may hold lists,
     which have none.
     """
@@ -249,7 +249,7 @@ def _called_in(module: nn.Module) -> list[nn.Module]:
     return [
         called
         for child in children
-        for called in ([child] if is_callable(child) else _called_in(child))
+        for called in ([child] if is_callable(child) else called_in(child))
     ]
 
 
@@ -278,7 +278,7 @@ def _ask(model: nn.Module, question: str) -> list[nn.Module]:
     if not isinstance(answer, nn.Module):
         return []
     # some models have a list of embeddings
-    return [answer] if is_callable(answer) else _called_in(answer)
+    return [answer] if is_callable(answer) else called_in(answer)
 
 
 def _mostly_its_own(module: nn.Module, counts: Counter[int]) -> bool:

@@ -16,6 +16,7 @@ from .guards.module_overrides import Override
 from .layer import Zero3Layer, enter_root, layers_of, root_entered, run_in
 from .sequences.dividing import enter_forward, read_own
 from .sequences.parts import parts_of
+from .towers.entering import follow
 
 __all__: list[str] = []
 
@@ -61,6 +62,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
             default=getattr(type(owner), method_name, None),
         )
     elif (entered := root_entered(module)) is not None:
+        follow(module, entered[1], method_name)
         enter_root(module, *entered, method_name)
     elif not layers_of(module):
         raise ValueError(

@@ -30,6 +30,7 @@ from .core.autograd import (
 from .core.layer_state import LayerState
 from .core.parameters import IN_MODEL, WRAPPED, enter_model, own_module_name, own_modules
 from .core.runtime import ForwardPass, Pace, Runtime
+from .core.schedule import Order
 from .guards.calls import check_requires_grad, refuse_transforms
 from .guards.compiled import REASON, end_graph, ends_graphs
 from .guards.module_overrides import (
@@ -505,9 +506,15 @@ def floating_dtype(model: nn.Module) -> torch.dtype:
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
-def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -> Runtime:
+def adopt(
+    root: nn.Module,
+    *,
+    ordered: bool,
+    outer: Sequence[LayerState] = (),
+    order: Order[LayerState] | None = None,
+) -> Runtime:
     """Gives all layers in `root` one new runtime. `ordered`: they are called in their order in the
-    model.
+    model. `order`: one that says itself how they are called.
     """
     layers = layers_of(root)
     labels: dict[LayerState, dict[nn.Module, str]] = {}
@@ -524,7 +531,8 @@ def adopt(root: nn.Module, *, ordered: bool, outer: Sequence[LayerState] = ()) -
         states,
         pace_of(states[0].policy),
         ordered=ordered,
-        own_order=_own_order(states, [*(0 for _ in outer), *_depths(root, len(outer), set())]),
+        own_order=order
+        or _own_order(states, [*(0 for _ in outer), *_depths(root, len(outer), set())]),
         called_by=_called_by,
         check_toggled=check_requires_grad,
     )

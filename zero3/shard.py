@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from .build.construction import Request, agree_on, all_but, build_state, device_
 from .build.selecting import formats_of, without_ignored
 from .build.with_experts import with_experts
 from .comm.communicator import is_first
-from .comm.factory import parts_over
+from .comm.factory import host_communicator, parts_over
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.parameters import (
@@ -42,6 +42,9 @@ from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
 from .sequences.attention import refuse_ulysses
 from .sequences.dividing import check_dividable, divide_sequences
+from .towers.choosing import Optional, choose_towers
+from .towers.entering import own_layers, put_gates
+from .towers.gates import Gates
 
 __all__: list[str] = []
 
@@ -74,6 +77,7 @@ def shard(
     model: M,
     layers: Layers = None,
     *,
+    optional: Optional = None,
     rank: int | None = None,
     world_size: int | None = None,
     device: torch.device | str | int | None = None,
@@ -110,6 +114,13 @@ def shard(
               in the model;
             * further modules, the largest first, until the root's own layer is no larger than the
               largest block.
+        optional: Towers: the submodules that some ranks call, any number of times, and others do
+            not, as a vision tower where only some ranks have images. A module, its name, its class,
+            several of these, or a predicate `(name, module) -> bool`; a list of modules stands for
+            its elements. The numbers are those of one process with all ranks' data. Every rank runs
+            the forward and the backward. None takes, of a transformers model with a vision or an
+            audio part, what stands beside its language model; `()` takes nothing: then all ranks
+            call the same layers. See docs/towers.md.
         rank: This process's number in the group. It is only checked; None takes the group's.
         world_size: The number of ranks in the group. It is only checked; None takes the group's.
         device: Where the whole model computes and the chunks live. None: where the model's tensors
@@ -132,8 +143,10 @@ def shard(
         `model`, the same object.
 
     Raises:
-        ValueError: No layers are found or matched, the model is sharded already, or `Zero3Layer`
-            would refuse a part of it. All ranks raise the same error, and nothing has changed.
+        ValueError: No layers are found or matched, the model is sharded already, `optional` matches
+            nothing or goes with `dynamic=True`, `expert_parallel` in it or a mesh with `sp`, or
+            `Zero3Layer` would refuse a part of the model. All ranks raise the same error, and
+            nothing has changed.
         TypeError: `layers`, `policy` or `model` has the wrong type. Again all ranks raise it, and
             nothing has changed.
         RuntimeError: A launcher started several processes, but there is no process group.
@@ -157,7 +170,7 @@ def shard(
         process_group,
         label=f"the root ({type(model).__name__})",
     )
-    partition = _agreed_partition(common, layers, policy)
+    partition = _agreed_partition(common, layers, policy, optional)
     for request in partition.layers:
         for module, layer in zip(
             request.modules, Zero3Layer._from_request(request, partition.will_be_layer), strict=True
@@ -166,7 +179,11 @@ def shard(
     root = build_state(partition.root, is_layer)
     if parts_over(process_group) > 1:
         divide_sequences(model, root, process_group)
-    _enter_through_root(root, model)
+    gates = None
+    if partition.towers:
+        host = host_communicator(root.communicator, root.device)
+        gates = put_gates(model, partition.towers, root, host)
+    _enter_through_root(root, model, gates)
     refuse_merges(model)
     _report(model, root, partition.adapters)
     return model
@@ -178,9 +195,14 @@ class _Partition:
     root: Request
     # ids of the parameters that the root has because few train
     adapters: frozenset[int] = frozenset()
+    towers: Mapping[str, nn.Module] = field(default_factory=dict)  # by name
 
     def will_be_layer(self, module: nn.Module) -> bool:
         return is_layer(module) or id(module) in self._ids
+
+    @cached_property
+    def in_towers(self) -> set[int]:
+        return {id(inner) for tower in self.towers.values() for inner in tower.modules()}
 
     @cached_property
     def _ids(self) -> set[int]:
@@ -188,7 +210,7 @@ class _Partition:
 
 
 def _agreed_partition(
-    common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf
+    common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf, optional: Optional
 ) -> _Partition:
     """Says which part of the model becomes which layer. All ranks check it before anything
     changes.
@@ -196,7 +218,7 @@ def _agreed_partition(
     error: Exception | None = None
     partition = _Partition([], common)
     try:
-        partition = _partitioned(common, layers, policy)
+        partition = _partitioned(common, layers, policy, optional)
         _check_together(partition)
         refuse_ulysses(common.module)
         if (ranks := parts_over(common.process_group)) > 1:
@@ -204,11 +226,15 @@ def _agreed_partition(
         partition = _with_adapters(partition)
     except Exception as caught:  # whatever a predicate raises: the other ranks wait to hear of it
         error = caught
-    agree_on([partition.root, *partition.layers], partition.will_be_layer, error)
+    named = [f"optional: {', '.join(partition.towers)}"] if partition.towers else []
+    requests = [partition.root, *partition.layers]
+    agree_on(requests, partition.will_be_layer, error, more=named)
     return partition
 
 
-def _partitioned(common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf) -> _Partition:
+def _partitioned(
+    common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf, optional: Optional
+) -> _Partition:
     model = common.module
     common = replace(common, device=device_of(common, lambda module: False))
     if layers_of(model):
@@ -217,13 +243,43 @@ def _partitioned(common: Request, layers: Layers, policy: ShardingPolicy | Polic
             "once, before wrapping any part of it"
         )
     _check_adapters(model)
-    parts = [_part(replace(common, model=model), part) for part in choose(model, layers)]
+    chosen = choose(model, layers)
+    towers = _towers(common, policy, optional)
+    chosen += [((Candidate(name, tower)),) for name, tower in own_layers(towers, chosen).items()]
+    parts = [_part(replace(common, model=model), part) for part in chosen]
     partition = _with_policies(_Partition(parts, common), _as_configured(model, policy))
     root, *parts = with_experts([partition.root, *partition.layers], partition.will_be_layer)
     check_compiled(_outside_or_around(model, {id(m) for part in parts for m in part.modules}))
     tied = tied_across(model, [part.modules for part in parts])
     parts = [replace(part, elsewhere=frozenset(tied)) for part in parts]
-    return _Partition(parts, replace(root, borrowed=tuple(tied.values())))
+    found = _Partition(parts, replace(root, borrowed=tuple(tied.values())), towers=towers)
+    for part in parts:
+        if part.dealer is not None and id(part.module) in found.in_towers:
+            raise ValueError(
+                f"layer {part.label} has experts that stay at home (expert_parallel=True), and is "
+                "in what is optional, which not every rank calls. optional=() gives a model "
+                "without towers"
+            )
+    return found
+
+
+def _towers(
+    common: Request, policy: ShardingPolicy | PolicyOf, optional: Optional
+) -> dict[str, nn.Module]:
+    model, reason = common.module, ""
+    if parts_over(common.process_group) > 1:
+        reason = "a mesh with sp: ranks that hold parts of the same sequences"
+    elif getattr(policy("", model) if callable(policy) else policy, "dynamic", False):
+        reason = "ShardingPolicy(dynamic=True): ranks"
+        if optional is None:
+            return {}
+    found = choose_towers(model, optional)
+    if found and reason:
+        raise ValueError(
+            f"optional ({', '.join(found)}) and {reason} would call them in different orders. "
+            "optional=() gives a model without towers"
+        )
+    return found
 
 
 def _check_together(partition: _Partition) -> None:
@@ -368,7 +424,7 @@ def _with_adapters(partition: _Partition) -> _Partition:
     }
     parts, moved = [], dict[int, ParameterSites]()
     for part in partition.layers:
-        if part.dealer is not None:
+        if part.dealer is not None or id(part.modules[0]) in partition.in_towers:
             parts.append(part)
             continue
         alike = replace(part.policy, output_dtype=policy.output_dtype) == policy
@@ -380,10 +436,11 @@ def _with_adapters(partition: _Partition) -> _Partition:
         *partition.root.borrowed,
         *(sites for key, sites in adapters.items() if key in moved),
     )
-    return _Partition(parts, replace(partition.root, borrowed=borrowed), frozenset(moved))
+    root = replace(partition.root, borrowed=borrowed)
+    return _Partition(parts, root, frozenset(moved), partition.towers)
 
 
-def _enter_through_root(state: LayerState, model: nn.Module) -> None:
+def _enter_through_root(state: LayerState, model: nn.Module, gates: Gates | None) -> None:
     """Gives the model the root's own layer, and makes every module outside the layers fetch that
     layer when it is called.
 
@@ -401,7 +458,9 @@ def _enter_through_root(state: LayerState, model: nn.Module) -> None:
     for layer in layers_of(model):
         if any(module in lent for _, module in own_modules(layer.module, is_layer)):
             layer._state.borrow_from(state)
-    runtime = adopt(model, ordered=False, outer=[state])
+    runtime = adopt(model, ordered=False, outer=[state], order=gates)
+    if gates is not None:
+        gates.serve(runtime)
     generate = partial(_generate, weakref.ref(state))
     for _, module in own_modules(model, is_layer):
         guard(module, is_layer, lists_chunks=module is model)

@@ -84,3 +84,8 @@ def test_the_steps_picture_is_the_present_one(step: dict[str, Any], recorded: An
     step["draw"](tmp_path / "step.svg", recorded)
     drawn, there = (re.findall(r"<text[^>]*>([^<]+)</text>", (folder / "step.svg").read_text()) for folder in (tmp_path, PICTURES))
     assert drawn == there and {"forward 1", "backup 1", "B6"} <= set(there)
+
+
+def test_the_picture_of_gates_is_its_script_s() -> None:
+    script = runpy.run_path(str(PICTURES / "towers.py"))
+    assert (PICTURES / "towers.svg").read_text() == script["svg"]()

@@ -48,6 +48,10 @@ EXCLUDED: dict[Names, Refusal] = {
     ("dynamic", "expert_parallel"): Refusal(ValueError, "a rank that leaves out a layer of experts would keep what others' tokens need"),
     ("expert_parallel", "joinable"): Refusal(ValueError, "a rank without data owns experts that others need: it calls the model, too"),
     ("expert_parallel", "param_groups align"): Refusal(ValueError, "blocks of an optimizer's state would have cuts of their own"),
+    ("dynamic", "optional"): Refusal(ValueError, "each rank leaves out what it likes, and tells nobody: towers are told of"),
+    ("expert_parallel", "optional"): Refusal(ValueError, "a rank that calls no tower owns experts in it, which others' tokens need"),
+    ("optional", "step_guard"): _REPEATS,
+    ("optional", "sequences"): Refusal(ValueError, "ranks that hold parts of the same sequences have to call the same layers"),
     ("dynamic", "sequences"): Refusal(
         ValueError, "ranks that share sequences would leave out different layers, and exchange nothing there"
     ),

@@ -61,6 +61,7 @@ class Row:
     tolerance = 1e-9
     streams = False
     parts = 1  # ranks that hold parts of the same sequences
+    optional: tuple[str, ...] = ()  # towers, by name
     uneven = False  # micro-batches have different numbers of tokens
     forward: Callable[..., Tensor] | None = None  # in place of the model's own
 
@@ -296,7 +297,8 @@ class Sharded(Side):
         self.folder, self.chapter = folder, chapter
         self.each("builds", model)
         policy = replace(life.policy, offload=folder) if life.policy.offload == FILES else life.policy
-        self.model = zero3.shard(model, process_group=self.group, policy=policy, device=self.device)
+        optional = [name for row in life.rows for name in row.optional]
+        self.model = zero3.shard(model, optional=optional, process_group=self.group, policy=policy, device=self.device)
         self.each("begins")
         self.make_optimizer()
 

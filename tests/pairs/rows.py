@@ -49,6 +49,15 @@ class Dynamic(Row):
         model.skips = {(rank + one.epoch + micro) % BLOCKS}
 
 
+class Towers(Row):
+    """Ranks call a block, or leave it out, as they like; in the last epoch all leave it out."""
+
+    optional = ("blocks.1",)
+
+    def prepares(self, one: Side, model: Any, rank: int, micro: int) -> None:
+        model.skips = {1} if one.epoch == one.life.last or (rank + one.epoch + micro) % 2 else set()
+
+
 class Unreached(Row):
     """No rank's gradient reaches a block in the second epoch, nor a bias in any; one reaches another bias. Nothing decays or drifts."""
 
@@ -101,8 +110,8 @@ class Raising(Failing):
             try:
                 yield
                 raised = False
-            except Broken:
-                if not fails:
+            except (Broken, RuntimeError) as error:  # with towers, a rank may hear of another's first
+                if not fails or "Broken" not in repr(error):
                     raise
         if fails and raised:
             zero3.reset(one.model)
@@ -634,6 +643,7 @@ AXES: dict[str, dict[str, Row]] = {
         "reentrant": Row("reentrant", shape={"reentrant": True}),
         "not reentrant": Row("reentrant", shape={"reentrant": False}, streams=True),
     },
+    "optional": {"a block": Towers("optional", streams=True)},
     "unreached": {"": Unreached("unreached", streams=True)},
     "compile": {"a block": Compiled("compile")},
     "materialize": {"from meta": Materialized("materialize", shape={"meta": True})},

@@ -16,6 +16,7 @@ from tests.support.models import Checkpointed
 from tests.support.reference import assert_close
 from tests.support.training import WORDS, loss_of, odd_model
 from zero3.layer import layers_of
+from zero3.towers.entering import gates_of
 from zero3.uneven.coordinator import JoinCoordinator
 from zero3.uneven.joinable import runtimes_of
 
@@ -267,7 +268,8 @@ def _name(name: str) -> str:
 def joined_threads(group: Any, model: nn.Module, step: Callable[[], None], by_all: bool = False) -> Iterator[JoinCoordinator]:
     """What torch's Join does, which works with process groups alone."""
     runtimes = runtimes_of(model)
-    rounds = JoinCoordinator([state for runtime in runtimes for state in runtime.layers], runtimes, group, step)
+    states = [state for runtime in runtimes for state in runtime.layers]
+    rounds = JoinCoordinator(states, runtimes, group, step, gates_of(model))
 
     def notify() -> bool:
         group.all_reduce(torch.ones(1))

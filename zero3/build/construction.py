@@ -179,11 +179,13 @@ def agree_on(
     is_layer: Callable[[nn.Module], bool],
     error: Exception | None,
     caller: str = "shard",
+    more: Sequence[str] = (),
 ) -> None:
     """Checks all `requests`. Every rank raises the first mistake, or a rank's `error`, or none
     raises. Changes nothing.
 
-    `is_layer` is also True for modules that other requests will make layers.
+    `is_layer` is also True for modules that other requests will make layers. `more`: what else has
+    to be the same.
     """
     examined = [_examine(request, all_but(request, is_layer)) for request in requests]
     first = examined[0]
@@ -196,7 +198,7 @@ def agree_on(
         error = nothing_selected(
             f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters
         )
-    lines = [f"{each.label}: {line}" for each in examined for line in each.lines]
+    lines = [f"{each.label}: {line}" for each in examined for line in each.lines] + [*more]
     with ExitStack() as held:  # until all ranks have looked: those of one host share a disk
         try:
             for each in examined if error is None else ():

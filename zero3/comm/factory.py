@@ -214,6 +214,29 @@ def shares_memory(communicator: Communicator) -> bool:
     return isinstance(communicator, GlooCommunicator) and communicator.shares_memory
 
 
+def host_communicator(communicator: Communicator, device: torch.device) -> Communicator:
+    """By which the ranks of a model on `device` exchange bytes on the host, which never waits for
+    the device. All ranks call it, since it may make a group. The model's own, on a CPU.
+    """
+    if device.type == "cpu" or communicator.world_size == 1:
+        return communicator
+    group = process_group_of(communicator)
+    if isinstance(communicator, MeshCommunicator):
+        members = [*communicator.members]
+    elif group is not None:
+        members = dist.get_process_group_ranks(group)
+    else:  # a user's own
+        return communicator
+    if group is None or "cpu" not in _backends(group):
+        group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return communicator_for(group, torch.device("cpu"))
+
+
+def in_memory(communicator: Communicator) -> Communicator:
+    """One for the same ranks, whose exchanges go through shared memory if they can."""
+    return communicator.in_memory() if isinstance(communicator, GlooCommunicator) else communicator
+
+
 def any_device_of(process_group: Any) -> torch.device:
     """Any device that the group supports, for a caller without a device. None: the default group,
     or no group.

@@ -43,7 +43,7 @@ class MeshCommunicator:
 
     def __init__(self, row: Communicator, column: Replicas, members: Sequence[int] = ()) -> None:
         """`members`: the numbers of all ranks among those of the job, row by row."""
-        self._row, self._column, self._members = row, column, members
+        self._row, self._column, self.members = row, column, members
         self.shard_rank, self.shards, self.replica = row.rank, row.world_size, column.rank
         self.rank = self.replica * self.shards + self.shard_rank
         self.world_size = self.shards * column.world_size
@@ -121,7 +121,7 @@ class MeshCommunicator:
         )
 
     def duplicate(self) -> Communicator:
-        return MeshCommunicator(self._row.duplicate(), self._column.duplicate(), self._members)  # type: ignore[arg-type]  # of the same class
+        return MeshCommunicator(self._row.duplicate(), self._column.duplicate(), self.members)  # type: ignore[arg-type]  # of the same class
 
     def lanes(self, device: torch.device) -> Lanes:
         return self._row.lanes(device)._replace(replicas=self._column.lanes(device).backup)
@@ -134,11 +134,11 @@ class MeshCommunicator:
         )
 
     def message_board(self) -> Board | None:
-        if not self._members or board_for(self._column) is None:
+        if not self.members or board_for(self._column) is None:
             return None
         replicas = self.world_size // self.shards
-        what = f"a mesh of {replicas} x {self.shards} of {numbered(self._members)}"
-        return board_of(what, self._members, self.rank)
+        what = f"a mesh of {replicas} x {self.shards} of {numbered(self.members)}"
+        return board_of(what, self.members, self.rank)
 
 
 class BlocksCommunicator:

@@ -4,17 +4,19 @@ and hooks of the engine.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointFunction
 
 __all__: list[str] = []
 
@@ -75,6 +77,24 @@ restore_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
 
 # How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None.
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+
+def checkpoint_around() -> object | None:
+    """The innermost checkpoint (not a reentrant one) whose function runs now, or None."""
+    top: Callable[..., tuple[Any, Any] | None] | None
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    of_checkpoint = hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
+    return hooks[0] if hooks is not None and of_checkpoint else None
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether a reentrant checkpoint runs its function now, with gradients off."""
+    code = CheckpointFunction.forward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def grouped_products() -> tuple[Callable[..., Any], ...]:

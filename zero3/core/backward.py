@@ -27,7 +27,7 @@ from .autograd import (
 )
 from .collectives import Activity, Agree, Reduce, Round, Settle
 from .layer_state import LayerState, Presence, RestingLayers, accounts_of, ignored_of
-from .schedule import Call, CallStack, CallTrace, ForwardOrder, Step
+from .schedule import Call, CallPhase, CallStack, CallTrace, ForwardOrder, Step
 from .ticket import Ticket
 
 __all__: list[str] = []
@@ -175,6 +175,24 @@ class Backward:
             self._outer_ending.wait(then=self._end_recomputing)
         self._finish_nested()
 
+    def open_without_graph(self, state: LayerState, last: LayerTrace | None) -> bool:
+        """Opens the call of `state` that was made with gradients off, and that is recomputed now:
+        no hook on a graph can do it. Returns whether there is one. `last`: the last forward's.
+
+        Raises:
+            RuntimeError: It is closed already, for a checkpoint recomputes several layers.
+        """
+        for trace in dict.fromkeys([*self._touched, *([] if last is None else [last])]):
+            for call in reversed(trace.without_graph):
+                if call.layer is state and call.phase is not CallPhase.CLOSED:
+                    if call.phase is CallPhase.PENDING:
+                        with torch.no_grad():
+                            self._before(trace, call)
+                    return True
+            if any(call.layer is state for call in trace.without_graph):
+                raise RuntimeError(several_recomputed(state.label))
+        return False
+
     def _finish_nested(self) -> None:
         """Ends the walks of backwards inside this one that are over (reentrant checkpointing)."""
         task = backward_task()
@@ -302,7 +320,9 @@ class Backward:
             else "gradients left alone (inputs=)"
             for state in signature
         )
-        if not self.order.advance((signature, reductions)):
+        # what ranks have compared when the forward was over need not be the same as before
+        fates = tuple(sorted(set(reductions)))
+        if not self.order.advance(((), fates) if trace.compared else (signature, reductions)):
             names = tuple(
                 f"{state.name_among_ranks}, {how}"
                 for state, how in zip(signature, reductions, strict=True)
@@ -422,6 +442,15 @@ class Backward:
         for state in self._stack.layers:
             state.gradients.end_backward()
         self._tell_conductor(begins=False)
+
+
+def several_recomputed(label: str) -> str:
+    return (
+        f"a checkpoint recomputes layer {label} together with other layers, in a model of which "
+        "not every rank calls all (optional=): ranks that did not call one would miss what that "
+        "gathers. Checkpoint each layer by itself, as gradient_checkpointing_enable() does, or "
+        "shard with optional=()"
+    )
 
 
 def _reduction_of(state: LayerState) -> str:

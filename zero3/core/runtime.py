@@ -69,8 +69,9 @@ class Runtime:
         self._stack = CallStack(dict.fromkeys(layers))
         self.layers = self._stack.layers
         self.frames = self._stack.frames  # of layers' forwards under way
+        self.own_order = own_order
         self._order: Order[LayerState] = own_order or LearnedOrder(
-            layers if ordered else (), pace.depth, partial(_compare_call, first.communicator)
+            layers if ordered else (), pace.depth, partial(compare_call, first.communicator)
         )
         self._tells = (
             own_order is None and pace.compare_every > 1 and not first.communicator.tags_messages
@@ -281,6 +282,7 @@ class Runtime:
         to fetch the next layers. `given`: the call's arguments.
         """
         # ranks do not compare: they may differ here
+        opened = inside_backward() and self.backward.open_without_graph(state, self._open_trace)
         if state.resident or self.backward.is_recomputing(state):
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
@@ -291,6 +293,7 @@ class Runtime:
                     start,
                     graph_clock(),
                     recomputes=True,
+                    opened=opened,
                     fetched_here=gone,
                     older=frozenset() if state.resident else nodes_since(0, tensors_in(given)),
                 )
@@ -331,7 +334,7 @@ class Runtime:
         if frame.recomputes:
             nodes -= frame.older
             # a reentrant checkpoint walks this graph itself; others drop it
-            if self._trace is not None and nodes:
+            if self._trace is not None and nodes and not frame.opened:
                 self.backward.follow(
                     self._trace, self._trace.record(state, frame.start), nodes, mark=self
                 )
@@ -354,10 +357,14 @@ class Runtime:
             self.backward.follow(self._trace, call, nodes, mark=self)
         return output
 
-    def begin_call(self, state: LayerState) -> int:
+    def begin_call(self, state: LayerState, ahead: Sequence[LayerState] = ()) -> int:
         """Begins the call of a layer that this rank leaves out, because other ranks may call it."""
-        self._release_lingering(keep=[state])
+        self._release_lingering(keep=[state, *ahead])
+        # from here to `end_call` it stays, as a layer does that computes
+        self._lingering = [each for each in self._lingering if each is not state]
         state.fetch()
+        for following in ahead:
+            following.start_fetch()
         state.calls_left = (state.calls_left or state.modules) - 1
         return self._trace.begin() if self._trace is not None else 0
 
@@ -365,11 +372,20 @@ class Runtime:
         """Records a call for the backward. Without gradients it releases the layer and returns
         None.
         """
-        if self._trace is None or not torch.is_grad_enabled():
+        graph = torch.is_grad_enabled()
+        if self._trace is None or not (graph or self._order.counts_without_graph):
             self.backward.release(state)
             return None
         self._lingering.append(state)
-        return self._trace.record(state, start)
+        return self._trace.record(state, start, graph=graph)
+
+    def recorded(self) -> tuple[LayerState, ...]:
+        """The layers whose calls are recorded in the forward under way."""
+        return () if self._trace is None else tuple(call.layer for call in self._trace.calls)
+
+    def note_compared(self) -> None:
+        if self._trace is not None:
+            self._trace.note_compared()
 
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
@@ -412,7 +428,7 @@ class ForwardPass:
             self._runtime.end_pass(began=self._began, error=error)
 
 
-def _compare_call(communicator: Communicator, state: LayerState, number: int) -> None:
+def compare_call(communicator: Communicator, state: LayerState, number: int) -> None:
     """Compares the layer that is called as number `number` of a forward."""
     place = f"the layer called as number {number} of a forward"
     state.conductor.conduct(Agree(state, place, (state.name_among_ranks,), communicator))

@@ -38,6 +38,11 @@ class ForwardOrder(Generic[L]):
         """The number of calls in this pass so far."""
         return len(self._seen)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether this pass follows a known order."""
+        return self._follows is not None
+
     def begin(self) -> None:
         self._seen = []
         self._follows = self._known[0] if self._known else None
@@ -99,19 +104,33 @@ class ForwardOrder(Generic[L]):
 class Passes(Protocol):
     """The part of the runtime that an order uses for layers that this rank leaves out."""
 
-    def begin_call(self, layer: Any) -> int:
-        """Fetches the layer. Returns the tick at which its call begins."""
+    def begin_call(self, layer: Any, ahead: Sequence[Any] = ()) -> int:
+        """Fetches the layer, and starts to fetch those `ahead`. Returns the tick at which its call
+        begins.
+        """
         ...
 
     def end_call(self, layer: Any, start: int) -> object:
         """Records the call for the backward. Without gradients it releases the layer."""
         ...
 
+    def note_compared(self) -> None:
+        """Ranks have compared the calls of this forward."""
+        ...
+
 
 class Order(Protocol[L]):
     """What a runtime asks of the order of its layers' calls. See `LearnedOrder`."""
 
-    counts_every_call: bool  # whether each call is recorded, since another rank may need it
+    @property
+    def counts_every_call(self) -> bool:
+        """Whether each call is recorded, since another rank may need it."""
+        ...
+
+    @property
+    def counts_without_graph(self) -> bool:
+        """Whether even one that is made with gradients off is, since it may be recomputed."""
+        ...
 
     @property
     def calls(self) -> ForwardOrder[Any]: ...
@@ -138,7 +157,7 @@ class LearnedOrder(Generic[L]):
     order does not predict.
     """
 
-    counts_every_call = False
+    counts_every_call = counts_without_graph = False
 
     def __init__(
         self, expected: Iterable[L], depth: int, compare: Callable[[L, int], None]
@@ -196,6 +215,7 @@ class Frame(Generic[L]):
     clock: int  # value of `graph_clock` at the start: this forward's nodes are not older
     # whether the call is not recorded: a recomputation, or inside `resident`
     recomputes: bool = False
+    opened: bool = False  # it recomputes a call of a trace, which it has opened for backward
     fetched_here: bool = True  # whether this forward has fetched the layer
     # nodes behind the arguments. A recomputation's clock says nothing of those: on a GPU it has
     # another thread than the forward that made them, and so other numbers
@@ -263,6 +283,9 @@ class CallTrace(Generic[L]):
     task: int = 0  # the number of the backward that reached this trace last
     reduces: bool = False  # whether that backward computes gradients of parameters
     walked: bool = False  # whether a backward has walked over it
+    compared: bool = False  # whether ranks have compared its calls, when the forward was over
+    # the calls that were made with gradients off: their recomputations open them
+    without_graph: list[Call[L]] = field(default_factory=list)
     _clock: int = 0
     _cursor: int = -1  # the index of the call that is opened next
     _open: list[Call[L]] = field(default_factory=list)
@@ -273,14 +296,19 @@ class CallTrace(Generic[L]):
         self._clock += 1
         return self._clock
 
-    def record(self, layer: L, start: int) -> Call[L]:
+    def record(self, layer: L, start: int, *, graph: bool = True) -> Call[L]:
         call = Call(layer, start, self.begin(), len(self.calls))
+        if not graph:
+            self.without_graph.append(call)
         # the layer may have called itself
         if layer not in self._first or start < self._first[layer].start:
             self._first[layer] = call
         self.calls.append(call)
         self._cursor = call.index
         return call
+
+    def note_compared(self) -> None:
+        self.compared = True
 
     def holds(self, layer: L) -> bool:
         return layer in self._first

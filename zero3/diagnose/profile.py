@@ -6,6 +6,7 @@ that wrap the layers' own see its transfers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from ..experts.at_home import Trip, Way, rows_of
 from ..layer import layers_of
 from ..policy import gradient_dtype
 from ..sequences.exchange import Exchange
+from ..towers.gates import Gate
 from .timeline import Kind, Phase, Profile, Span, Transfer
 
 __all__: list[str] = []
@@ -155,8 +157,11 @@ class _Timed:
             now = _Now(what.layer.subject.name, "fetch", {"fetch": iter(_gathered(what.layer))})
         elif isinstance(what, Reduce):
             now = _Now(what.layer.subject.name, "backup", _reduced(what.layer))
+        begin = time.perf_counter()
         result = recorder.during(now, partial(self.inner.conduct, what, absent=absent))
-        if isinstance(what, Fetch):
+        if isinstance(what, Gate):
+            recorder.gates.append(time.perf_counter() - begin)
+        elif isinstance(what, Fetch):
             recorder.computes(what.layer.subject.name)
         elif isinstance(what, Trip) and what.way is Way.COUNTS and not absent:
             recorder.count_rows(what.layer.subject.name, rows_of(result[0]))
@@ -171,6 +176,7 @@ class _Recorder:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.transfers: list[_Moving] = []
+        self.gates: list[float] = []  # seconds
         self.now: _Now | None = None
         self._spans: list[tuple[str, Phase, object, object]] = []
         self._running: tuple[str, Phase, object] | None = None
@@ -240,6 +246,7 @@ class _Recorder:
             for layer, rows in self._rows.items()
             if any(rows)
         }
+        result.gates.extend(self.gates)
         result._finish(at(self._stop), spans, transfers, prefetch_depth, busiest)
 
     # -- what the conductor tells

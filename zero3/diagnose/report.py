@@ -24,6 +24,7 @@ from ..policy import (
 from ..quantized.wire import is_stochastic
 from ..sequences.parts import parts_of
 from ..tables import table
+from ..towers.entering import towers_of
 
 __all__: list[str] = []
 
@@ -59,6 +60,7 @@ class Report:
         experts: How many experts stay at home on this rank, and how many the model has, over all of
             its layers with `expert_parallel`. They have no full buffers and no full gradients.
         parts: The number of ranks that hold parts of the same sequences.
+        towers: The names of what not every rank need call: `optional` of `shard`.
         root_bytes: Bytes of the root's own layer's full parameters, which stay from forward to the
             end of backward. None without `shard`.
     """
@@ -80,6 +82,7 @@ class Report:
     largest_layer_bytes: int
     experts: tuple[int, int]
     parts: int
+    towers: tuple[str, ...]
     root_bytes: int | None
 
     def __str__(self) -> str:
@@ -98,6 +101,7 @@ class Report:
         sequences = (
             f"It holds parts of sequences over {self.parts} ranks. " if self.parts > 1 else ""
         )
+        towers = f"Not every rank need call {', '.join(self.towers)}. " if self.towers else ""
         rests = f" in {' and '.join(self.rests)}" if self.rests != ("memory",) else ""
         stored = ", ".join(f"{kind} {megabytes(nbytes)}" for kind, nbytes in self.chunks.items())
         return (
@@ -107,7 +111,7 @@ class Report:
             f"step holds up to {megabytes(self.full_parameters)} of full parameters and "
             f"{megabytes(self.full_gradients)} of full gradients. The largest layer is "
             f"{self.largest_layer} with {megabytes(self.largest_layer_bytes)}{root}. "
-            f"{experts}{sequences}{''.join(f'{text}. ' for text in self.transfers)}"
+            f"{experts}{sequences}{towers}{''.join(f'{text}. ' for text in self.transfers)}"
             f"{'; '.join(self.policies)}"
         )
 
@@ -200,6 +204,7 @@ def report(model: nn.Module) -> Report:
         largest_layer_bytes=largest.full_nbytes(),
         experts=_experts(states),
         parts=1 if parts is None else parts.size,
+        towers=towers_of(model),
         root_bytes=sum(state.full_nbytes() for state in states if id(state) in roots)
         if roots
         else None,

@@ -115,6 +115,7 @@ class Profile:
         busiest: For each layer of experts that stay at home, by name: how many of this rank's rows
             of tokens go to the rank that gets most, over the mean of all ranks. 1.0: all get as
             many.
+        gates: Of a model with towers, the seconds that the host waited for each exchange at a gate.
     """
 
     def __init__(self) -> None:
@@ -123,6 +124,7 @@ class Profile:
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.busiest: dict[str, float] = {}
+        self.gates: list[float] = []
         self._prefetch_depth = 1
 
     def _finish(
@@ -256,6 +258,7 @@ class Profile:
             f"{self.exposed_ms:.1f} ms ({share:.1%}); received {self.nbytes / 1e6:.1f} MB, at "
             f"{self.bytes_per_second / 1e6:.0f} MB/s",
             *self._exchanges(),
+            *self._gates(),
             *(
                 f"{layer}: the busiest rank gets {share:.2f} x the mean of this rank's rows of "
                 "tokens"
@@ -272,6 +275,11 @@ class Profile:
             f"of that {took:.1f} ms for {number} exchanges of parts of sequences, "
             f"{nbytes / 1e6:.1f} MB"
         ][: number > 0]
+
+    def _gates(self) -> list[str]:
+        waited = 1e3 * sum(self.gates)
+        text = f"{len(self.gates)} gates of towers, where the host waited {waited:.1f} ms"
+        return [text] if self.gates else []
 
     def draw(self, path: str | PathLike[str], begin: float = 0.0, end: float | None = None) -> None:
         """Draws fetch, compute and backup lanes over time.

@@ -23,6 +23,7 @@ from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from ..sequences.parts import parts_of
+from ..towers.choosing import Optional
 from .handover import Handover, check_chunks, check_together, is_chunk
 from .preparing import Policy, Sharding, computes_in_low_precision
 from .versions import require
@@ -66,6 +67,7 @@ class Zero3Accelerator(Accelerator):
         args: As for `accelerate.Accelerator`.
         policy: As for `zero3.shard`. None: what `mixed_precision` asks for.
         layers: As for `zero3.shard`.
+        optional: As for `zero3.shard`.
         sync_each_batch: Whether `accumulate` reduces the gradients of every micro-batch.
         sequence_parallel: Each so many ranks, one after another, hold parts of the same sequences:
             prepared loaders give them the same batches, for `zero3.split_sequence`.
@@ -101,12 +103,13 @@ class Zero3Accelerator(Accelerator):
         *args: Any,
         policy: Policy = None,
         layers: Layers = None,
+        optional: Optional = None,
         sync_each_batch: bool = True,
         sequence_parallel: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        sharding = Sharding(policy, layers, parts=sequence_parallel)
+        sharding = Sharding(policy, layers, optional, parts=sequence_parallel)
         self.shards_with(sharding, sync_each_batch=sync_each_batch)
 
     def shards_with(self, sharding: Sharding, *, sync_each_batch: bool) -> None:

@@ -25,6 +25,7 @@ from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from ..policy import ShardingPolicy
 from ..shard import shard
+from ..towers.choosing import Optional
 from .handover import check_together, is_chunk
 from .preparing import computes_in_low_precision, policy_for
 from .versions import require
@@ -66,6 +67,7 @@ class Zero3Strategy(DDPStrategy):
     Args:
         args: As for `lightning.pytorch.strategies.DDPStrategy`.
         layers: As for `zero3.shard`.
+        optional: As for `zero3.shard`.
         policy: As for `zero3.shard`. None: what `precision` asks for.
         kwargs: As for `lightning.pytorch.strategies.DDPStrategy`.
 
@@ -77,10 +79,15 @@ class Zero3Strategy(DDPStrategy):
     model: Any
 
     def __init__(
-        self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        layers: Layers = None,
+        optional: Optional = None,
+        policy: ShardingPolicy | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._layers, self._policy = layers, policy
+        self._sharding = layers, optional, policy
         self._ours = False  # whether what is being restored is a checkpoint of zero3
 
     def setup(self, trainer: Any) -> None:
@@ -92,7 +99,7 @@ class Zero3Strategy(DDPStrategy):
             self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(self.model)
         self.precision_plugin.clip_grad_by_norm = self._clip_norm
-        _prepare(self.model, self.precision_plugin, self._layers, self._policy, self.root_device)
+        _prepare(self.model, self.precision_plugin, self._sharding, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
             _check(
@@ -173,6 +180,7 @@ class Zero3FabricStrategy(FabricDDPStrategy):
     Args:
         args: As for `lightning.fabric.strategies.DDPStrategy`.
         layers: As for `zero3.shard`.
+        optional: As for `zero3.shard`.
         policy: As for `zero3.shard`. None: what Fabric's `precision` asks for.
         kwargs: As for `lightning.fabric.strategies.DDPStrategy`.
 
@@ -182,10 +190,15 @@ class Zero3FabricStrategy(FabricDDPStrategy):
     """
 
     def __init__(
-        self, *args: Any, layers: Layers = None, policy: ShardingPolicy | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        layers: Layers = None,
+        optional: Optional = None,
+        policy: ShardingPolicy | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._layers, self._policy = layers, policy
+        self._sharding = layers, optional, policy
         # in the same order on all ranks
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._backward_sync_control = _NoSync()
@@ -194,7 +207,7 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         """`shard` does that."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        _prepare(module, self.precision, self._layers, self._policy, self.root_device)
+        _prepare(module, self.precision, self._sharding, self.root_device)
         self._models[module] = None
         return module
 
@@ -331,8 +344,7 @@ def _refuse_averages(callbacks: Any) -> None:
 def _prepare(
     model: nn.Module,
     plugin: Any,
-    layers: Layers,
-    policy: ShardingPolicy | None,
+    sharding: tuple[Layers, Optional, ShardingPolicy | None],
     device: torch.device,
 ) -> None:
     """Shards the model, unless it is. Mixed precision is its policy's, if that has a `param_dtype`,
@@ -342,7 +354,9 @@ def _prepare(
     try:
         states_of(model)
     except ValueError:
-        shard(model, layers, device=device, policy=policy or policy_for(mixed))
+        layers, optional, policy = sharding
+        policy = policy or policy_for(mixed)
+        shard(model, layers, optional=optional, device=device, policy=policy)
     if getattr(plugin, "scaler", None) is not None:
         plugin.scaler = GradScaler(device.type)
     if mixed != "no" and computes_in_low_precision(model):

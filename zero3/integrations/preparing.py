@@ -25,6 +25,7 @@ from ..layer import Zero3Layer, enter_root, layers_of, run_sharded
 from ..policy import ShardingPolicy
 from ..sequences.head import output_head
 from ..shard import PolicyOf, shard
+from ..towers.choosing import Optional
 
 __all__: list[str] = []
 
@@ -49,6 +50,7 @@ class Sharding:
     Attributes:
         policy: As for `shard`. None: what mixed precision asks for, with float32 masters.
         layers: As for `shard`.
+        optional: As for `shard`.
         head_in_root: The output head is no layer of its own, for callers that read its weight
             outside of its forward.
         parts: The number of ranks that hold parts of the same sequences.
@@ -56,6 +58,7 @@ class Sharding:
 
     policy: Policy = None
     layers: Layers = None
+    optional: Optional = None
     head_in_root: bool = False
     parts: int = 1
 
@@ -76,7 +79,14 @@ class Sharding:
             with _without_advice() if self.head_in_root else nullcontext():
                 layers = _without_head(model, self.layers) if self.head_in_root else self.layers
                 mesh = mesh_of_parts(self.parts, device) if self.parts != 1 else None
-                shard(model, layers, device=device, policy=policy, process_group=mesh)
+                shard(
+                    model,
+                    layers,
+                    optional=self.optional,
+                    device=device,
+                    policy=policy,
+                    process_group=mesh,
+                )
         except ValueError as error:
             raise ValueError(
                 f"{error}. To choose layers or a policy yourself, call zero3.shard(model, ...) "

@@ -33,6 +33,7 @@ from ..resilience.batch_finder import BatchFinder
 from ..sequences.causal_lm import OtherLogitsError, causal_lm_loss, is_by_chunks
 from ..sequences.parts import parts_of
 from ..sequences.splitting import split_sequence
+from ..towers.choosing import Optional
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
 from .engines import VLLMWeights, keep_masters
@@ -120,6 +121,7 @@ class Zero3Mixin(_Base):
         args: As for the trainer class.
         policy: As for `zero3.shard`. None: what `bf16` or `fp16` of the training arguments ask for.
         layers: As for `zero3.shard`.
+        optional: As for `zero3.shard`.
         sequence_parallel: Each so many ranks, one after another, hold parts of the same sequences
             (`zero3.split_sequence`), so that each has a part of the activations. They get the same
             batches, and what is logged is what one process for each group logs. Of TRL's trainers
@@ -163,13 +165,14 @@ class Zero3Mixin(_Base):
         *args: Any,
         policy: Policy = None,
         layers: Layers = None,
+        optional: Optional = None,
         sequence_parallel: int = 1,
         chunked_head: bool = True,
         **kwargs: Any,
     ) -> None:
         if self._is_of_trl():
             require("trl", "Zero3Mixin before a trainer of TRL")
-        self._zero3_choice = policy, layers
+        self._zero3_choice = policy, layers, optional
         self._offloads_activations = self._finds_batches = False
         self._zero3_finder: BatchFinder | None = None
         self._chunks_head, self._sequence_parallel = chunked_head, sequence_parallel
@@ -516,6 +519,7 @@ class Zero3Trainer(Zero3Mixin, Trainer):
         args: As for `transformers.Trainer`.
         policy: As for `zero3.shard`.
         layers: As for `zero3.shard`.
+        optional: As for `zero3.shard`.
         kwargs: As for `transformers.Trainer`.
 
     Raises:

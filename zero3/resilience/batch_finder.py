@@ -17,6 +17,7 @@ from ..comm.agreement import agree, agreeing
 from ..comm.communicator import is_first
 from ..comm.streams import give_cache_back
 from ..conductors.conducted import unconducted
+from ..towers.entering import refuse_towers
 from .replay import knows_transfers
 from .step_guard import GuardedStep, step_guard
 
@@ -71,6 +72,7 @@ class BatchFinder:
                     "zero3.BatchFinder needs ShardingPolicy(stage=3, dynamic=False), as "
                     "zero3.step_guard does: it drops what did not fit"
                 )
+            refuse_towers(model, "zero3.BatchFinder", "it drops what did not fit, as step_guard")
             lines.append(f"batch_size: {batch_size}")
         self.model, self.batch_size = model, batch_size
 

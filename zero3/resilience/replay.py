@@ -26,6 +26,7 @@ from ..conductors.conducted import Other, unconducted
 from ..core.collectives import Agree, Collective, CompareLogs, Conductor, Round
 from ..core.layer_state import LayerState, accounts_of
 from ..layer import runtimes_in
+from ..towers.entering import refuse_towers
 
 __all__: list[str] = []
 
@@ -153,6 +154,7 @@ class CollectiveReplay:
                 f"rank {self.rank}: zero3.step_guard needs ShardingPolicy(stage=3, "
                 "dynamic=False): it repeats their transfers"
             )
+        refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
         if any(state.gradients.holds for state in self._states):
             raise ValueError(
                 f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch "

@@ -74,6 +74,7 @@ class DynamicOrder:
     """Calls in the order of layers in the model, where each rank may leave out any of them."""
 
     counts_every_call = True  # also calls that this rank's backward will not reach
+    counts_without_graph = False
 
     def __init__(self, nested: Iterable[tuple[LayerState, int]], depth: int) -> None:
         # stays empty: the order is known

@@ -19,6 +19,7 @@ from ..layer import adopt, layers_of, runtimes_in
 from ..policy import shards_gradients
 from ..sequences.parts import measures_of
 from ..sequential import Zero3Sequential
+from ..towers.entering import gates_of
 from .coordinator import JoinCoordinator
 
 __all__: list[str] = []
@@ -140,7 +141,11 @@ class JoinableModel(Joinable):
         ]
         agree(self._communicator, self._device, "what is to join", lines)
         self._rounds = JoinCoordinator(
-            states, runtimes, self._communicator, self._step, measures_of(self._model)
+            states,
+            runtimes,
+            self._communicator,
+            self._step,
+            [*measures_of(self._model), *gates_of(self._model)],
         )
         if self._communicator.world_size > 1:
             self._rounds.begin(self._has_data, divide_by_all=divide_by_all)
