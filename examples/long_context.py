@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig
 
 import zero3
-from finetuning.jobs import SIZES, fill, model_on_meta, new_parser, policy_of, rows, train
+from finetuning.jobs import fill, model_on_meta, new_parser, policy_of, rows, train
 from finetuning.options import positive
 from finetuning.ranks import join_ranks
 
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mesh = None
         if ranks.world_size > 1:
             mesh = init_device_mesh(options.device, (ranks.world_size // sp, sp), mesh_dim_names=("dp_shard", "sp"))
-        model = model_on_meta(options, LlamaConfig(**SIZES, intermediate_size=192, max_position_embeddings=options.length))
+        model = model_on_meta(options, max_position_embeddings=options.length)
         for block in model.model.layers:
             zero3.tile(block.mlp, options.tile)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import peft
-from transformers import LlamaConfig
-
 import zero3
-from finetuning.jobs import SIZES, fill, model_on_meta, new_parser, policy_of, rows, train
+from finetuning.jobs import fill, model_on_meta, new_parser, policy_of, rows, train
 from finetuning.ranks import join_ranks
 
 
@@ -25,8 +22,10 @@ def main(arguments: Sequence[str] | None = None, quantize: object = None, descri
     parser.add_argument("--rank", type=int, metavar="R", default=16, help="of the adapters")
     parser.add_argument("--merge", action="store_true", help="write the model with the adapters merged, too")
     options = parser.parse_args(arguments)
+    import peft  # --help does without
+
     with join_ranks(options.device) as ranks:
-        model = model_on_meta(options, LlamaConfig(**SIZES, intermediate_size=192))
+        model = model_on_meta(options)
         lora = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, lora)  # freezes all else
         model = zero3.shard(model, device=ranks.device, policy=policy_of(options.device, quantize=quantize))

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import Qwen3MoeConfig
-
 import zero3
-from finetuning.jobs import SIZES, fill, model_on_meta, new_parser, policy_of, rows, train
+from finetuning.jobs import fill, model_on_meta, new_parser, policy_of, rows, train
 from finetuning.ranks import join_ranks
 
 
@@ -22,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser(__doc__ or "", output="experts", lr=3e-3)
     parser.add_argument("--gathered", action="store_true", help="gather the experts of each layer, in place of sending tokens")
     options = parser.parse_args(arguments)
-    small = Qwen3MoeConfig(**SIZES, intermediate_size=96, moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2, head_dim=16)
+    small = {"intermediate_size": 96, "moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
     with join_ranks(options.device) as ranks:
         policy = policy_of(options.device, expert_parallel=not options.gathered)
-        model = zero3.shard(model_on_meta(options, small), device=ranks.device, policy=policy)
+        model = zero3.shard(model_on_meta(options, "qwen3_moe", **small), device=ranks.device, policy=policy)
         fill(model, options)
         if ranks.rank == 0:
             print(zero3.report(model))

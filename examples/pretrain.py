@@ -12,17 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import LlamaConfig
 
 import zero3
-from finetuning.jobs import SIZES, model_on_meta, new_parser, policy_of, rows, train
+from finetuning.jobs import model_on_meta, new_parser, policy_of, rows, train
 from finetuning.ranks import join_ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = new_parser(__doc__ or "", output="pretrained", lr=3e-3).parse_args(arguments)
     with join_ranks(options.device) as ranks:
-        model = model_on_meta(options, LlamaConfig(**SIZES, intermediate_size=192))
+        model = model_on_meta(options)
         model = zero3.shard(model, device=ranks.device, policy=policy_of(options.device))
         torch.manual_seed(options.seed)
         zero3.materialize(model)  # one layer in memory at a time

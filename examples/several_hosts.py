@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaConfig
 
 import zero3
-from finetuning.jobs import SIZES, fill, model_on_meta, new_parser, plain_loss, policy_of, rows
+from finetuning.jobs import fill, model_on_meta, new_parser, plain_loss, policy_of, rows
 from finetuning.options import positive
 from finetuning.ranks import join_ranks
 
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         hosts = options.hosts or ranks.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         names = ("dp_replicate", "dp_shard")
         mesh = init_device_mesh(options.device, (hosts, ranks.world_size // hosts), mesh_dim_names=names) if ranks.world_size > 1 else None
-        model = model_on_meta(options, LlamaConfig(**SIZES, intermediate_size=192))
+        model = model_on_meta(options)
         model = zero3.shard(model, device=ranks.device, policy=policy_of(options.device), process_group=mesh)
         optimizer: Any = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=options.lr)
         begun = 0

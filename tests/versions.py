@@ -40,6 +40,7 @@ MODELS = (  # of ALL, what uses transformers or peft
     "huggingface", "core/test_common_modules.py", "guards/test_new_parameters.py", "core/test_precision_processes.py",
     "guards/test_requires_grad.py", "core/test_tensors_in.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
     "commands", "examples", "experts/test_models.py", "integrations", "offload", "planning", "quantized", "sequences",
+    "towers/test_transformers.py",
     "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_group_adapters.py", "test_materialize.py",
     "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py", "test_shard_parts.py",
 )  # fmt: skip

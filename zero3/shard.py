@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -243,6 +243,8 @@ def _partitioned(
             "once, before wrapping any part of it"
         )
     _check_adapters(model)
+    if callable(policy):  # of each module it is asked once
+        policy = cache(policy)
     chosen = choose(model, layers)
     towers = _towers(common, policy, optional)
     chosen += [((Candidate(name, tower)),) for name, tower in own_layers(towers, chosen).items()]

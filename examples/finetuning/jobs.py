@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import zero3
-from finetuning.data import load_text
 from finetuning.options import HelpFormatter, positive
 from finetuning.ranks import Ranks
 
@@ -47,9 +45,12 @@ def policy_of(device: str, **choices: Any) -> zero3.ShardingPolicy:
     return zero3.ShardingPolicy(**mixed, **choices)
 
 
-def model_on_meta(options: argparse.Namespace, small: PreTrainedConfig) -> Any:
-    """Without values, which takes no memory: of --model, or a small one."""
-    config = small if options.model is None else AutoConfig.from_pretrained(options.model)
+def model_on_meta(options: argparse.Namespace, kind: str = "llama", **small: Any) -> Any:
+    """Without values, which takes no memory: of --model, or a small one of that kind."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # --help does without
+
+    sizes = {**SIZES, "intermediate_size": 192, **small}
+    config = AutoConfig.for_model(kind, **sizes) if options.model is None else AutoConfig.from_pretrained(options.model)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -64,9 +65,13 @@ def fill(model: Any, options: argparse.Namespace) -> None:
 
 def tokens_of(options: argparse.Namespace) -> Tensor:
     """Of the text, 1-D: by the tokenizer of --model, or bytes."""
+    from finetuning.data import load_text  # --help does without tokenizers
+
     text = load_text(options.text)
     if options.model is None:
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+    from transformers import AutoTokenizer
+
     return torch.tensor(AutoTokenizer.from_pretrained(options.model)(text, add_special_tokens=False, verbose=False).input_ids)
 
 

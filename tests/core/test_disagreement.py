@@ -89,7 +89,9 @@ MISTAKES = {
     "module wrapped before": Mistake(_wrap_again, "ValueError", ("'weight'", "already sharded", "Wrap a module once")),
     "layer in a layer": Mistake(_wrap_twice, "ValueError", ("Zero3Layer", "already", "once")),
     "expanded parameter": Mistake(_wrap_changed(_overlap), "ValueError", ("'extra'", "overlaps itself", "clone")),
-    "parameter of a subclass": Mistake(_wrap_changed(_subclassed), "ValueError", ("'bias'", "Subclass", "Convert")),
+    "parameter of a subclass": Mistake(
+        _wrap_changed(_subclassed), "ValueError", ("'bias'", "Subclass", "Build the model of plain parameters")
+    ),
     "no layers": Mistake(lambda wrong, rank, m: Zero3Sequential([] if wrong else [_layer()]), "ValueError", ("empty", "at least one")),
     "a bare module among layers": Mistake(
         lambda wrong, rank, m: Zero3Sequential([_layer(), m if wrong else _layer()]),
