@@ -27,7 +27,9 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     A method that only calls submodules needs no registration: these are fetched when they are
     called. It is needed for methods that read parameters themselves, and for methods of a single
-    layer. A backward through the results works as after `forward`.
+    layer. A backward through the results works as after `forward`. In a model with towers
+    (`optional=`) the method has gates, as `forward` has; on a mesh with `sp` it takes this rank's
+    parts of sequences.
 
     Every rank calls it, and every rank then calls the same methods in the same order.
 
@@ -43,6 +45,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     Example::
 
         zero3.register_forward_method(model, "encode")
+        zero3.register_forward_method(model.decoder, "score")
         model.encode(batch).mean().backward()
     """
     states_of(module)  # raises if nothing is sharded

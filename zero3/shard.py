@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -232,6 +232,17 @@ def _agreed_partition(
     return partition
 
 
+def _asked_once(policy: PolicyOf) -> PolicyOf:
+    answers: dict[str, ShardingPolicy] = {}
+
+    def ask(name: str, module: nn.Module) -> ShardingPolicy:
+        if name not in answers:
+            answers[name] = policy(name, module)
+        return answers[name]
+
+    return ask
+
+
 def _partitioned(
     common: Request, layers: Layers, policy: ShardingPolicy | PolicyOf, optional: Optional
 ) -> _Partition:
@@ -244,7 +255,7 @@ def _partitioned(
         )
     _check_adapters(model)
     if callable(policy):  # of each module it is asked once
-        policy = cache(policy)
+        policy = _asked_once(policy)
     chosen = choose(model, layers)
     towers = _towers(common, policy, optional)
     chosen += [((Candidate(name, tower)),) for name, tower in own_layers(towers, chosen).items()]

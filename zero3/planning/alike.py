@@ -70,10 +70,10 @@ class _LeftOut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tiles: Tensor, made: Tensor) -> Tensor:
-        ctx.like = tiles.shape, tiles.dtype
+        ctx.of_tiles = tiles.shape, tiles.dtype
         return made.new_empty(*tiles.shape[:-1], made.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        shape, dtype = ctx.like
+        shape, dtype = ctx.of_tiles
         return gradient.new_empty(shape, dtype=dtype), None

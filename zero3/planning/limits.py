@@ -40,11 +40,14 @@ def largest(peak: Callable[[int], int], room: int, first: int = 1) -> int:
         high = (number, peak(number))
     if high[1] <= room:
         return high[0]
-    while high[0] - low[0] > 1:
-        share = (room - low[1]) / (high[1] - low[1]) if low[0] else 0.5
-        number = low[0] + min(max(int(share * (high[0] - low[0])), 1), high[0] - low[0] - 1)
+    halve = not low[0]
+    while (between := high[0] - low[0]) > 1:
+        share = 0.5 if halve else (room - low[1]) / (high[1] - low[1])
+        number = low[0] + min(max(int(share * between), 1), between - 1)
         found = (number, peak(number))
         low, high = (found, high) if found[1] <= room else (low, found)
+        # where lines bend between the two, one of them may hardly move
+        halve = not low[0] or 2 * (high[0] - low[0]) > between
     return low[0]
 
 

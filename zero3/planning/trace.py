@@ -76,7 +76,6 @@ class Trace:
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
         kind = AbsentRanks if parts == 1 else partial(SharingRanks, parts=parts)
         self.ranks = kind(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
-        self._parts = parts
         self.ranks.count_as(
             making=partial(self.ledger.because, "transfers"),
             resting=partial(self.ledger.because, ELSEWHERE),
@@ -108,7 +107,10 @@ class Trace:
         # the most bytes that were alive when a forward of the last measurement had ended
         self.after_forward = 0
         self.model.register_forward_hook(self._after_forward)
-        self._loss, self._accumulating, self._tell = loss, accumulating, tell
+        self._loss: Callable[[int, int], Tensor] = lambda batch, sequence: loss(
+            self.model, batch, -(-sequence // parts)
+        )
+        self._accumulating, self._tell = accumulating, tell
         self._peaks: dict[tuple[int, int, int, bool], int] = {}
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
 
@@ -230,7 +232,7 @@ class Trace:
         for left in reversed(range(micro_batches)):
             self._begins()
             with self._accumulating(self.model) if left else nullcontext():
-                backward(self._loss(self.model, batch, -(-sequence // self._parts)))
+                backward(self._loss(batch, sequence))
             self._observer.stepped = False
         self.ledger.begin("", "optimizer's step")
         with fused_on_meta():
