@@ -45,8 +45,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     Example::
 
         zero3.register_forward_method(model, "encode")
-        zero3.register_forward_method(model.decoder, "score")
-        model.encode(batch).mean().backward()
+        found = model.encode(batch)
+        found.mean().backward()
     """
     states_of(module)  # raises if nothing is sharded
     owner = unwrapped(module)

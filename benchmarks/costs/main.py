@@ -26,7 +26,7 @@ import zero3
 from zero3.planning.absent import Issued
 from zero3.planning.models import on_paper
 from zero3.planning.setup import Setup
-from zero3.planning.trace import Trace
+from zero3.planning.trace import Trace, peak_of
 
 RANKS, BATCH, SEQUENCE, MIB = 8, 1, 256, 2**20
 PAGE = Path(__file__).parents[2] / "docs" / "costs.md"
@@ -121,7 +121,7 @@ def cost_of(option: Option) -> Cost:
     setup = Setup(source=source, ranks=RANKS, batch=BATCH, sequence=sequence, policy=policy, device="cuda", **chosen)
     trace = setup.trace()
     trace._accumulating = option.accumulating
-    peak = trace.peak(BATCH, sequence, setup.accumulation)
+    peak, _ = peak_of(trace.measure(BATCH, sequence, setup.accumulation))  # tokens go to all experts alike
     events = [event for part in trace.micro_batches(BATCH, sequence, setup.accumulation) for event in part if isinstance(event, Issued)]
     return Cost(peak, sum(event.nbytes for event in events), len(events), calls_of(trace, setup))
 
