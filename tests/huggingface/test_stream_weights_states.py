@@ -262,6 +262,32 @@ def test_stream_weights_under_param_groups_with_whole_parameters() -> None:
     on_two(stack, body)
 
 
+@pytest.mark.parametrize("when", ["before the step", "in the step"])
+def test_a_rank_that_holds_stream_weights_inside_joinable_finishes_it_before_join_counts(when: str) -> None:
+    """Also if its step uses the model no more."""
+    models = [stack(), stack()]
+
+    def body(group: Any) -> None:
+        model = zero3.shard(models[group.rank], process_group=process_group(group))
+        held: list[Any] = []
+
+        def stream() -> None:
+            held.append(zero3.stream_weights(model))
+            next(held[-1]) if group.rank else taken(held[-1])
+
+        with joined_threads(group, model, stream if when == "in the step" else lambda: None) as uneven:
+            for step in range(2):
+                loss_of(model, Turn(group.rank, step, 2)).backward()
+                if when == "before the step":
+                    stream()
+                uneven.step()
+                if group.rank:
+                    with pytest.raises(RuntimeError, match="because the model begins joinable"):
+                        next(held[-1])
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("mesh", [False, True], ids=["group", "mesh"])
 def test_stream_weights_inside_joinable(mesh: bool) -> None:
     """While all ranks have data: in the group of shards alone, on a mesh too."""

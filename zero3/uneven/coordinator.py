@@ -33,6 +33,7 @@ from ..core.collectives import (
     Reduce,
     Round,
     Settle,
+    Use,
 )
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
@@ -221,10 +222,17 @@ class JoinCoordinator:
         self._check_not_over()
         if not self.on or self._round is Activity.STEP:
             return self._step()
+        self._close_what_is_open()
         if self._scope is Activity.BACKWARD:
             self._give_up(_CAUGHT)
         self._meet(Activity.STEP)
         return self._take_step()
+
+    def _close_what_is_open(self) -> None:
+        """Such as weights that this rank has not streamed to the end. The next collective may be
+        one of `Join`'s own, of which no conductor hears.
+        """
+        self._states[0].conductor.conduct(Use(self._states[0], "joinable"))
 
     def _meet(self, kind: Activity) -> None:
         while True:
@@ -307,6 +315,7 @@ class JoinCoordinator:
         self._round = Activity.STEP
         try:
             result = self._step()
+            self._close_what_is_open()
         except Exception:
             self._abort()
             raise
