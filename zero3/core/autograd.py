@@ -59,6 +59,10 @@ def noted_in_thread(key: str) -> Any:
 # a higher number.
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
+# A number that grows with every graph node. Nodes that this thread makes from now on have this
+# number or a higher one.
+graph_clock: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
 # Whether the present backward writes the `.grad` of every leaf that it reaches, as a plain
 # `.backward()` does.
 accumulates_everywhere: Callable[[], bool] = torch.autograd._is_checkpoint_valid
@@ -161,13 +165,6 @@ def accumulates_into(parameters: Iterable[Tensor]) -> bool:
         )
 
 
-def graph_clock() -> int:
-    """A number that grows with every graph node. Nodes that this thread makes from now on have this
-    number or a higher one.
-    """
-    return torch._C._autograd._get_sequence_nr()
-
-
 def nodes_since(clock: int, tensors: Iterable[Tensor]) -> set[Node]:
     """The graph nodes behind `tensors` that are not older than `clock`, which is a value of
     `graph_clock`.
@@ -188,19 +185,16 @@ def nodes_since(clock: int, tensors: Iterable[Tensor]) -> set[Node]:
 
 
 def before_gradient_flows(
-    nodes: Iterable[Node], callback: Callable[[], None], mark: object
+    nodes: Iterable[Node], hook: Callable[[object], None], mark: object
 ) -> None:
-    """Calls `callback` before a gradient flows into one of `nodes`, and leaves `mark` on the nodes
-    for `mark_upstream`.
+    """Calls `hook` with the gradients before they flow into one of `nodes`, and leaves `mark` on
+    the nodes for `mark_upstream`.
 
     Hooks on tensors can't do this: a view that is modified in place later loses its hooks.
     """
 
-    def prehook(_: Any) -> None:
-        callback()
-
     for node in nodes:
-        node.register_prehook(prehook)
+        node.register_prehook(hook)
         # declared as a method, but is a property
         node.metadata[_MARK] = weakref.ref(mark)  # type: ignore[index]
 
@@ -268,9 +262,9 @@ _PARTS = frozenset(
 )  # types of a module's ordinary attributes
 
 
-def attributes_of(holder: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[Any]:
+def attributes_of(holder: nn.Module, without: type[nn.Module]) -> list[Any]:
     """Attributes in which modules may keep tensors of a forward, such as caches and auxiliary
-    losses. Long lists are left out.
+    losses. Long lists are left out, and so are the modules in modules `without`.
     """
     found: list[Any] = []
     modules = [holder]
@@ -283,7 +277,9 @@ def attributes_of(holder: nn.Module, is_layer: Callable[[nn.Module], bool]) -> l
             ):
                 found.append(value)
         modules += [
-            child for child in module._modules.values() if child is not None and not is_layer(child)
+            child
+            for child in module._modules.values()
+            if child is not None and not isinstance(child, without)
         ]
     return found
 

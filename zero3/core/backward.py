@@ -26,6 +26,7 @@ from .autograd import (
     inside_backward,
 )
 from .collectives import Activity, Agree, Reduce, Round, Settle
+from .full_buffer import Lifetime
 from .layer_state import LayerState, Presence, RestingLayers, accounts_of, ignored_of
 from .schedule import Call, CallPhase, CallStack, CallTrace, ForwardOrder, Step
 from .ticket import Ticket
@@ -98,7 +99,7 @@ class Backward:
         """
         label = state.label
 
-        def refuse() -> None:
+        def refuse(gradients: object) -> None:
             raise RuntimeError(
                 f"backward through layer {label}, whose forward ran inside zero3.resident(model): "
                 "ranks may have made different forwards there, so gradients can't be reduced. "
@@ -160,11 +161,18 @@ class Backward:
         return self.ending.awaited and any(trace.holds(state) for trace in self._touched)
 
     def release(self, state: LayerState) -> None:
-        """Releases `state`, unless one of its calls is under way."""
+        """Releases `state`, unless one of its calls is under way. Keeps it for its other modules'
+        calls. What stays from step to step does so (stages 1, 2, `resident_bytes`).
+        """
         if state.presence is Presence.RELEASED or self._stack.is_under_way(state):
             return
-        if not any(trace.is_open(state) for trace in self._touched):
-            state.release_or_keep()
+        if any(trace.is_open(state) for trace in self._touched):
+            return
+        awaited = state.modules > 1 and self._stack.awaits_calls(state)
+        if awaited and state.presence is not Presence.FETCHING:
+            state.keep()
+        else:
+            state.release(Lifetime.PASS)
 
     def recompute(self) -> None:
         """Called before a recomputation. Under reentrant checkpointing the recomputed layers get a
@@ -220,6 +228,7 @@ class Backward:
             trace.rewind()
         self._touched.clear()
         self._stack.frames.clear()
+        self._stack.await_no_calls()
         self._reduces = self._told = False
         self.ending.forget()
         if self._outer_ending.missed:
@@ -283,7 +292,7 @@ class Backward:
             first.conductor.conduct(Round(first, Activity.BACKWARD, begins))
             self._told = begins
 
-    def _before(self, trace: LayerTrace, call: LayerCall) -> None:
+    def _before(self, trace: LayerTrace, call: LayerCall, gradients: object = None) -> None:
         """[B2] A gradient is about to flow into the graph of `call`."""
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -315,7 +324,7 @@ class Backward:
     def _touch(self, trace: LayerTrace) -> None:
         signature = tuple(call.layer for call in trace.calls)
         reductions = tuple(
-            _reduction_of(state)
+            state.gradients.fate
             if self._only is None or self._is_for(state)
             else "gradients left alone (inputs=)"
             for state in signature
@@ -346,7 +355,8 @@ class Backward:
             return
         # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         state.check_unwritten()
-        state.calls_left = 0 if step.reduce else state.modules - 1
+        if state.modules > 1:
+            self._stack.await_calls(state, 0 if step.reduce else state.modules - 1)
         self.release(state)  # first: the buffer of its gradients may take its full buffer's memory
         if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):
             self._back_up(state)
@@ -426,8 +436,8 @@ class Backward:
         """
         self._finish_all()
         self._reduces = False
+        self._stack.await_no_calls()
         for state in self._stack.layers:
-            state.calls_left = 0
             self.release(state)
         if self.resting:
             self.resting.settle()
@@ -451,12 +461,3 @@ def several_recomputed(label: str) -> str:
         "gathers. Checkpoint each layer by itself, as gradient_checkpointing_enable() does, or "
         "shard with optional=()"
     )
-
-
-def _reduction_of(state: LayerState) -> str:
-    """What a backward does with the layer's gradients. All ranks have to do the same, so they
-    compare this text.
-    """
-    if not any(chunk.shard.requires_grad for chunk in state.chunks):
-        return "frozen"
-    return "gradients kept (as under no_sync)" if state.gradients.deferred else state.gradients.fate

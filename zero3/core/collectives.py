@@ -20,6 +20,7 @@ import torch
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
+from .full_buffer import Lifetime
 
 __all__: list[str] = []
 
@@ -297,4 +298,4 @@ class Look:
     def forget(self, stale: Iterable[tuple[Any, Any]]) -> None:
         for state, chunk in stale:
             chunk.full.forget()
-            state.release_or_keep()
+            state.release(Lifetime.PASS)

@@ -23,9 +23,6 @@ from .ticket import Ticket
 
 __all__: list[str] = []
 
-_REDUCED = "gradients reduced"
-_IN_EACH_REPLICA = "gradients reduced in each replica (as under no_sync(replicas_only=True))"
-
 Prepared = list[tuple[Account, Travelling]]
 
 
@@ -58,10 +55,11 @@ class LayerGradients:
         self.log = TransferLog()  # the model's
         # the number of `no_sync` contexts that the layer is in, and of those with `replicas_only`
         self.deferrals = self._replica_deferrals = 0
-        # what a backward does with them, unless they are deferred: a text that ranks compare
-        self.fate = _REDUCED
         self.holds = 0  # the number of `step_guard` contexts that the layer is in
         self.among = Among(communicator, communicator.world_size, over)
+        # whether reductions are left for later: under `no_sync` and at stage 1. On one rank that
+        # would only cost memory.
+        self.deferred = waits and over.world_size > 1
         self._waits, self._new_account, self._dtype_for = waits, new_account, dtype_for
         self._entry = Entry("reducing", subject, 2 * communicator.channel)
         self._naming = NamingFailures(communicator, "reducing the gradients of", subject)
@@ -132,11 +130,17 @@ class LayerGradients:
     # -- how far they go
 
     @property
-    def deferred(self) -> bool:
-        """Whether reductions are left for later: under `no_sync` and at stage 1. On one rank that
-        would only cost memory.
+    def fate(self) -> str:
+        """What a backward does with the gradients. All ranks have to do the same, so they compare
+        this text.
         """
-        return (self.deferrals > 0 or self._waits) and self.among.sums.world_size > 1
+        if not any(chunk.shard.requires_grad for chunk in self.accounts):
+            return "frozen"
+        if self.deferred:
+            return "gradients kept (as under no_sync)"
+        if self._replica_deferrals:
+            return "gradients reduced in each replica (as under no_sync(replicas_only=True))"
+        return "gradients reduced"
 
     @property
     def may_reduce(self) -> bool:
@@ -149,9 +153,10 @@ class LayerGradients:
         """
         if not replicas_only:
             self.deferrals += contexts
+            later = self.deferrals > 0 or self._waits
+            self.deferred = later and self.among.sums.world_size > 1
         elif self.among.sums.shards < self.among.sums.world_size:
             self._replica_deferrals += contexts
-            self.fate = _IN_EACH_REPLICA if self._replica_deferrals else _REDUCED
 
     def pending(self) -> bool:
         """Whether this backward has added gradients that are not backed up yet."""

@@ -117,8 +117,7 @@ class LayerState:
         self.conductor = behaviour.conductor
         self.presence = Presence.RELEASED
         self.lifetime = behaviour.lifetime  # of all chunks; one chunk may ask for more
-        # of a layer of several modules: for how many calls of this pass it stays fetched
-        self.modules, self.calls_left = modules, 0
+        self.modules = modules  # how many it is of
         # whether a parameter's `requires_grad` may differ from its chunk's: see `guards/calls.py`
         self.toggled = False
         # the root's own layer, if it owns parameters inside this layer
@@ -253,7 +252,7 @@ class LayerState:
             self.presence = Presence.FETCHING
             self.gather()
             self.finish_fetch()
-            self.release_or_keep()
+            self.release(Lifetime.PASS)
             return
         self.log.entries.append(self._entry)
         lane, names = self.lanes.fetch, self._gathering
@@ -324,15 +323,6 @@ class LayerState:
             self._hide()
             self.presence = Presence.KEPT
             self._invalidate_saved()
-
-    def release_or_keep(self) -> None:
-        """Releases the layer, except for what stays: for its other modules' calls, or from step to
-        step (stages 1, 2, `resident_bytes`).
-        """
-        if self.calls_left and self.presence is not Presence.FETCHING:
-            self.keep()
-        else:
-            self.release(Lifetime.PASS)
 
     def communicate_by(self, communicator: Communicator) -> None:
         """From now on the layer, and its gradients (for a loss scaler's inf), use this one."""
@@ -439,11 +429,10 @@ class LayerState:
         """
         for account in (account for account in self.gradients.accounts.values() if account.pending):
             account.abandon()
-        self.calls_left = 0
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
-        self.release_or_keep()
+        self.release(Lifetime.PASS)
         if broken and self.lifetime >= Lifetime.STEPS:
             self.release()
 

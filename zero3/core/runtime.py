@@ -239,8 +239,8 @@ class Runtime:
         self._order.finish(self.layers[0], self)
         self._open_trace, self._trace = self._trace, None
         kept = self._lingering if self._open_trace is not None and self._open_trace.calls else []
+        self._stack.await_no_calls()
         for state in self.layers:
-            state.calls_left = 0
             if state in kept:
                 state.keep()
             elif state.presence is not Presence.RELEASED:
@@ -282,8 +282,9 @@ class Runtime:
         to fetch the next layers. `given`: the call's arguments.
         """
         # ranks do not compare: they may differ here
-        opened = inside_backward() and self.backward.open_without_graph(state, self._open_trace)
-        if state.resident or self.backward.is_recomputing(state):
+        inside = inside_backward()
+        opened = inside and self.backward.open_without_graph(state, self._open_trace)
+        if state.resident or (inside and self.backward.is_recomputing(state)):
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
             start = self._trace.begin() if self._trace is not None else 0
@@ -303,9 +304,7 @@ class Runtime:
             raise RuntimeError(
                 f"layer {state.label} was called outside a forward pass of its model"
             )
-        ahead = (
-            self._order.recompute(state) if inside_backward() else self._order.enter(state, self)
-        )
+        ahead = self._order.recompute(state) if inside else self._order.enter(state, self)
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
         if state.toggled:
@@ -342,7 +341,8 @@ class Runtime:
                 self.backward.release(state)
             return output
         self._order.leave(state, self)
-        state.calls_left = (state.calls_left or state.modules) - 1
+        if state.modules > 1:
+            self._stack.count_call(state, state.modules)
         # All ranks must record the same calls. A layer's output may be its input on one rank only,
         # so `nodes` can't decide alone.
         takes_part = (
@@ -365,7 +365,8 @@ class Runtime:
         state.fetch()
         for following in ahead:
             following.start_fetch()
-        state.calls_left = (state.calls_left or state.modules) - 1
+        if state.modules > 1:
+            self._stack.count_call(state, state.modules)
         return self._trace.begin() if self._trace is not None else 0
 
     def end_call(self, state: LayerState, start: int) -> LayerCall | None:
@@ -402,16 +403,16 @@ class Runtime:
         ]
 
 
+@dataclass(eq=False, slots=True)
 class ForwardPass:
     """Context around the forward of a zero3 module. At its end the runtime has the same frames as
     before, also after an exception.
     """
 
-    __slots__ = ("_began", "_depth", "_module", "_runtime")
-
-    def __init__(self, runtime: Runtime, module: nn.Module) -> None:
-        self._runtime = runtime
-        self._module = module
+    _runtime: Runtime
+    _module: nn.Module
+    _began: bool | None = None
+    _depth: int = 0
 
     def __enter__(self) -> None:
         self._began = self._runtime.begin_pass(self._module)

@@ -230,9 +230,24 @@ class CallStack(Generic[L]):
     def __init__(self, layers: Iterable[L]) -> None:
         self.layers = list(layers)
         self.frames: list[Frame[L]] = []
+        # of layers of several modules: for how many calls of this pass they stay fetched
+        self._awaited: dict[L, int] = {}
 
     def is_under_way(self, layer: L) -> bool:
         return any(frame.layer is layer for frame in self.frames)
+
+    def count_call(self, layer: L, modules: int) -> None:
+        """One of the layer's modules was called. The first call is the first of `modules`."""
+        self._awaited[layer] = (self._awaited.get(layer) or modules) - 1
+
+    def await_calls(self, layer: L, calls: int) -> None:
+        self._awaited[layer] = calls
+
+    def awaits_calls(self, layer: L) -> bool:
+        return self._awaited.get(layer, 0) > 0
+
+    def await_no_calls(self) -> None:
+        self._awaited.clear()
 
 
 class CallPhase(Enum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..comm.errors import NamingFailures
 from ..comm.streams import Lane, Pending
@@ -11,14 +12,12 @@ from ..comm.streams import Lane, Pending
 __all__: list[str] = []
 
 
+@dataclass(eq=False, slots=True)
 class _Leg:
-    __slots__ = ("after", "held", "mark")
-
-    def __init__(self, held: object) -> None:
-        # where the lane is when the leg is over; None if its issue has failed
-        self.mark: Pending | None = None
-        self.after: Pending | None = None  # what the host waits for behind it
-        self.held = [held]
+    held: list[object]
+    # where the lane is when the leg is over; None if its issue has failed
+    mark: Pending | None = None
+    after: Pending | None = None  # what the host waits for behind it
 
 
 class Ticket:
@@ -46,7 +45,7 @@ class Ticket:
         held: object,
     ) -> None:
         """Issues a leg: `start` and, behind what that begins, `then`."""
-        leg = _Leg(held)
+        leg = _Leg([held])
         self._legs.append(leg)  # first: `then` may issue the leg behind this one
         try:
             with lane.issue():
@@ -66,7 +65,7 @@ class Ticket:
             with lane.issue():  # this lane waits for the present one
                 return lane.complete(start(), then)
 
-        leg = _Leg(held)
+        leg = _Leg([held])
         self._legs.append(leg)
         leg.mark = lane.defer(begin)
 
@@ -75,9 +74,7 @@ class Ticket:
         if at_once:
             self._legs[-1].after = pending
         else:
-            leg = _Leg(None)
-            leg.mark = pending
-            self._legs.append(leg)
+            self._legs.append(_Leg([], pending))
 
     def keep_alive(self, tensor: object) -> None:
         """The present leg holds a tensor, too."""

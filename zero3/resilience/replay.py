@@ -308,8 +308,7 @@ class CollectiveReplay:
 def _kind_of(states: Sequence[LayerState]) -> tuple[object, ...]:
     """Guarded micro-batches of one kind make the same collectives."""
     return tuple(
-        (s.gradients.deferred, s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks))
-        for s in states
+        (s.gradients.fate, *(chunk.shard.requires_grad for chunk in s.chunks)) for s in states
     )
 
 
