@@ -25,12 +25,11 @@ from .core.autograd import (
     mark_upstream,
     tensors_in,
     transforms_under_way,
-    uncached_autocast,
 )
 from .core.layer_state import LayerState
 from .core.parameters import IN_MODEL, WRAPPED, enter_model, own_module_name, own_modules
 from .core.runtime import ForwardPass, Pace, Runtime
-from .core.schedule import Order
+from .core.schedule import OwnOrder
 from .guards.calls import check_requires_grad, refuse_transforms
 from .guards.compiled import REASON, end_graph, ends_graphs
 from .guards.module_overrides import (
@@ -403,7 +402,7 @@ def run_sharded(
         if transforms_under_way():
             refuse_transforms(state)
         runtime.pre_forward(state, (args, kwargs))
-        with state.forward_span, uncached_autocast():
+        with state.forward_span:
             output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
         return runtime.post_forward(
@@ -428,7 +427,7 @@ class _RootEntry:
             raise RuntimeError(
                 f"the sharded model that this {type(module).__name__} belongs to is gone"
             )
-        if runtime.is_running(root):
+        if runtime.stack.is_under_way(root):
             return forward(*args, **kwargs)
         if functional.scaled_dot_product_attention is not ATTENTION:
             refuse_context_parallel()
@@ -458,10 +457,12 @@ def run_in(module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwa
     """
     if isinstance(module, Zero3Layer):
         runtime, state = module._find_runtime(args, kwargs), module._state
-        if runtime.is_running(state):
+        if runtime.stack.is_under_way(state):
             return function(*args, **kwargs)
         return run_sharded(runtime, state, module, function, args, kwargs)
-    if (entered := root_entered(module)) is not None and not entered[1].is_running(entered[0]):
+    if (entered := root_entered(module)) is not None and not entered[1].stack.is_under_way(
+        entered[0]
+    ):
         return run_sharded(entered[1], entered[0], module, function, args, kwargs)
     return function(*args, **kwargs)
 
@@ -511,7 +512,7 @@ def adopt(
     *,
     ordered: bool,
     outer: Sequence[LayerState] = (),
-    order: Order[LayerState] | None = None,
+    order: OwnOrder[LayerState] | None = None,
 ) -> Runtime:
     """Gives all layers in `root` one new runtime. `ordered`: they are called in their order in the
     model. `order`: one that says itself how they are called.

@@ -64,7 +64,7 @@ def started(account: Any, *behind: Any) -> Ticket:
     group: Any = SimpleNamespace(takes_pieces=False, rank=0, world_size=1)
     gradient = flow.take_room(account, group, buffer)
     names = NamingFailures(group, "reducing", Subject("layer 'a'"))
-    return flow.start(gradient, Lanes(HostLane(), HostLane()), names, [])
+    return flow.start(gradient, Lanes(HostLane(), HostLane()), names)
 
 
 def far_store(kind: str, tmp_path: Path) -> tuple[Any, ...]:

@@ -204,7 +204,7 @@ def test_whole_parameters_travel_in_the_slices_of_their_owners() -> None:
         for index, slot in enumerate(layout.slots):
             account.add(index, gradient[slot.name])
         names = NamingFailures(group, "reducing", state.subject)
-        account.back_up(account.take_room(group), state.lanes, names).wait()
+        account.flow.start(account.take_room(group), state.lanes, names).wait()
         mine = slice(*layout.chunk_range(group.rank))
         expected = (rounded(everyone[0][mine], Int8(5)) + rounded(everyone[1][mine], Int8(5))) / 2
         for part in [part for part in chunk.parts if part.start < part.stop]:

@@ -199,7 +199,7 @@ def test_a_rank_holds_no_second_buffer_of_full_size() -> None:
             account = state.gradients.accounts[state.chunks[0]]
             account.add(0, torch.ones(weight.shape))
             names = NamingFailures(group, "reducing", state.subject)
-            reduced = live.peak_of(lambda: account.back_up(account.take_room(group), state.lanes, names).wait())
+            reduced = live.peak_of(lambda: account.flow.start(account.take_room(group), state.lanes, names).wait())
         return fetched, reduced
 
     exact, found = peaks(ShardingPolicy()), peaks(BOTH)

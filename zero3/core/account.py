@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
-from ..comm.errors import NamingFailures
-from ..comm.streams import Lanes
 from .chunk import Chunk, Part
 from .flow import Among, Flow, Travelling
 from .gradient_buffer import GradientBuffer
@@ -32,7 +30,6 @@ from .gradient_types import (
     scale_gradient,
 )
 from .reached import Reached, Unreached
-from .ticket import Ticket
 
 __all__: list[str] = []
 
@@ -96,7 +93,7 @@ class Account:
         # 1-D [S+n], where chunks have replicas: the sum of one replica, not yet summed over all
         self.partial: Tensor | None = None
         self.unreached = Unreached()
-        self._flow, self.among = flow, among
+        self.flow, self.among = flow, among
         self._buffer, self.added_as = buffer, added_as
         # parts, and the gradients that the last `keep` left with them
         self._kept: list[tuple[Part, Tensor]] = []
@@ -123,21 +120,11 @@ class Account:
         """[backup 1] Takes the gradients out, and allocates all that their reduction needs."""
         if self.saves:
             self._merge_earlier()
-        gradient = self._flow.take_room(self, communicator, self._buffer)
+        gradient = self.flow.take_room(self, communicator, self._buffer)
         # only now: if memory has run out, nothing is lost
         self._buffer, self._kept = GradientBuffer(*self._buffer.like), []
         self.pending = self.owed = False
         return gradient
-
-    def back_up(
-        self, gradient: Travelling, lanes: Lanes, names: NamingFailures, *, ends_early: bool = False
-    ) -> Ticket:
-        """[B5] Starts to reduce the gradients into this rank's slice. `ends_early`: they stay in
-        this replica.
-        """
-        into = [part.parameter.grad for part in self.chunk.parts]
-        gradient.ends_early = ends_early
-        return self._flow.start(gradient, lanes, names, into)
 
     def exchange_partial(self, summed: Tensor | None) -> Tensor | None:
         """Takes out the sum of one replica that earlier micro-batches left, and leaves `summed`."""

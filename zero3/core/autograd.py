@@ -302,20 +302,3 @@ def profiler_label(name: str) -> AbstractContextManager[None]:
     microseconds without a profiler.
     """
     return torch._C._profiler._RecordFunctionFast(name)
-
-
-class uncached_autocast:
-    """Context in which autocast caches no cast copies of parameters, because the copies would
-    outlive the full parameters.
-    """
-
-    __slots__ = ("_enabled",)
-
-    def __enter__(self) -> None:
-        self._enabled = torch.is_autocast_cache_enabled()
-        if self._enabled:
-            torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._enabled:
-            torch.set_autocast_cache_enabled(True)

@@ -125,11 +125,12 @@ class Flow:
         return gradient
 
     def start(
-        self, gradient: Travelling, lanes: Lanes, names: NamingFailures, into: object
+        self, gradient: Travelling, lanes: Lanes, names: NamingFailures, *, ends_early: bool = False
     ) -> Ticket:
-        """`into`: what it is added to."""
-        ticket = Ticket(names, into)
+        """[B5] Starts to reduce it. `ends_early`: it stays in this replica."""
+        ticket = Ticket(names, [part.parameter.grad for part in gradient.account.chunk.parts])
         gradient.lanes, gradient.ticket = lanes, weakref.ref(ticket)  # type: ignore[assignment]
+        gradient.ends_early = ends_early
         self._go(0, gradient)
         return ticket
 

@@ -202,7 +202,7 @@ class LayerGradients:
         self.log.entries.append(self._entry)
         tickets: list[Ticket] = []
         for account, gradient in prepared:
-            tickets += [account.back_up(gradient, lanes, self._naming, ends_early=ends_early)]
+            tickets += [account.flow.start(gradient, lanes, self._naming, ends_early=ends_early)]
         if ends_early:
             for account, _ in prepared:
                 account.keep(self)

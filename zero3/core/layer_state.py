@@ -223,7 +223,8 @@ class LayerState:
         """[fetch 1] Starts to gather the layer, if it is released."""
         if self.presence is not Presence.RELEASED:
             return
-        self._check_loaded()
+        if self.meta_buffers or any(chunk.unloaded for chunk in self.chunks):
+            self._check_loaded()
         self.presence = Presence.FETCHING
         for chunk in self.chunks:
             if self.pinning:
@@ -546,12 +547,11 @@ class LayerState:
         self.list_chunks()
 
     def _check_loaded(self) -> None:
-        if self.meta_buffers:
-            self.meta_buffers = [
-                b
-                for b in self.meta_buffers
-                if (held := b[0]._buffers.get(b[1])) is not None and held.is_meta
-            ]
+        self.meta_buffers = [
+            b
+            for b in self.meta_buffers
+            if (held := b[0]._buffers.get(b[1])) is not None and held.is_meta
+        ]
         if self.meta_buffers or any(chunk.unloaded for chunk in self.chunks):
             missing = [
                 f"parameter {each.sites.name}"

@@ -25,7 +25,7 @@ from .backward import Backward, LayerCall, LayerTrace
 from .collectives import Activity, Agree, CompareLogs, Look, Round
 from .full_buffer import Lifetime
 from .layer_state import LayerState, Presence, may_get_gradients
-from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, Order
+from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, Order, OwnOrder
 
 __all__: list[str] = []
 
@@ -50,7 +50,7 @@ class Runtime:
         pace: Pace,
         *,
         ordered: bool,
-        own_order: Order[LayerState] | None,
+        own_order: OwnOrder[LayerState] | None,
         called_by: Callable[[nn.Module], Sequence[LayerState]],
         check_toggled: Callable[[LayerState, Iterable[LayerState]], None],
     ) -> None:
@@ -66,9 +66,8 @@ class Runtime:
         self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
         self._device, self._log = first.device, first.log
         self._called_by, self._check_toggled = called_by, check_toggled
-        self._stack = CallStack(dict.fromkeys(layers))
-        self.layers = self._stack.layers
-        self.frames = self._stack.frames  # of layers' forwards under way
+        self.stack = CallStack(dict.fromkeys(layers))
+        self.layers = self.stack.layers
         self.own_order = own_order
         self._order: Order[LayerState] = own_order or LearnedOrder(
             layers if ordered else (), pace.depth, partial(compare_call, first.communicator)
@@ -81,7 +80,7 @@ class Runtime:
         self._due = self._compare_every or FOLD_EVERY
         backups = first.communicator.duplicate() if pace.own_backup_group else first.communicator
         self.backward = Backward(
-            self._stack,
+            self.stack,
             first.communicator,
             backups,
             first.device,
@@ -122,10 +121,6 @@ class Runtime:
     @property
     def in_forward(self) -> bool:
         return self._trace is not None
-
-    def is_running(self, state: LayerState) -> bool:
-        """Whether a forward of `state` is under way."""
-        return self._stack.is_under_way(state)
 
     def serves(self, communicator: Communicator, device: torch.device) -> bool:
         return self.communicator.same_ranks(communicator) and self._device == device
@@ -239,7 +234,7 @@ class Runtime:
         self._order.finish(self.layers[0], self)
         self._open_trace, self._trace = self._trace, None
         kept = self._lingering if self._open_trace is not None and self._open_trace.calls else []
-        self._stack.await_no_calls()
+        self.stack.await_no_calls()
         for state in self.layers:
             if state in kept:
                 state.keep()
@@ -247,8 +242,8 @@ class Runtime:
                 self.backward.release(state)
 
     def _fail_pass(self, error: BaseException) -> None:
-        if not inside_backward() and not self._own_pace:
-            self._order.fail(self.layers[0], self, error)
+        if self.own_order is not None and not inside_backward() and not self._own_pace:
+            self.own_order.fail(self.layers[0], self, error)
         self._trace = self._open_trace = None
 
     def _new_trace(self) -> LayerTrace:
@@ -270,7 +265,8 @@ class Runtime:
         """
         self._lingering.clear()
         self._called.clear()
-        self._order.forget_pass()
+        if self.own_order is not None:
+            self.own_order.forget_pass()
         self._trace = self._open_trace = None
         self._pass_is_over = False
         self.backward.reset(broken=broken)
@@ -288,7 +284,7 @@ class Runtime:
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
             start = self._trace.begin() if self._trace is not None else 0
-            self.frames.append(
+            self.stack.frames.append(
                 Frame(
                     state,
                     start,
@@ -311,7 +307,7 @@ class Runtime:
             self._check_toggled(state, self.layers)
         for following in ahead:
             following.start_fetch()
-        self.frames.append(Frame(state, self._trace.begin(), graph_clock()))
+        self.stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))
 
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
         """[F4] Puts hooks on the graph, by which backward finds the layer. The layer is released at
@@ -320,7 +316,7 @@ class Runtime:
         `kept`: other places where the layer may have left tensors, such as its arguments and its
         modules' attributes.
         """
-        frame = self.frames.pop()
+        frame = self.stack.frames.pop()
         if state.resident:
             if not transforms_under_way():  # their graphs end at their own arguments
                 self.backward.forbid(state, nodes_since(frame.clock, tensors_in((output, kept))))
@@ -340,9 +336,10 @@ class Runtime:
             if frame.fetched_here:
                 self.backward.release(state)
             return output
-        self._order.leave(state, self)
+        if self.own_order is not None:
+            self.own_order.leave(state, self)
         if state.modules > 1:
-            self._stack.count_call(state, state.modules)
+            self.stack.count_call(state, state.modules)
         # All ranks must record the same calls. A layer's output may be its input on one rank only,
         # so `nodes` can't decide alone.
         takes_part = (
@@ -366,7 +363,7 @@ class Runtime:
         for following in ahead:
             following.start_fetch()
         if state.modules > 1:
-            self._stack.count_call(state, state.modules)
+            self.stack.count_call(state, state.modules)
         return self._trace.begin() if self._trace is not None else 0
 
     def end_call(self, state: LayerState, start: int) -> LayerCall | None:
@@ -393,9 +390,7 @@ class Runtime:
         for state in self._lingering:
             if state not in kept and state.behaviour.lifetime < Lifetime.PASS:
                 self.backward.release(state)
-            elif (
-                state not in kept and not self._stack.is_under_way(state) and not inside_backward()
-            ):
+            elif state not in kept and not self.stack.is_under_way(state) and not inside_backward():
                 # hidden, so that another layer's use of its parameters is an error here too
                 state.keep()
         self._lingering = [
@@ -407,16 +402,23 @@ class Runtime:
 class ForwardPass:
     """Context around the forward of a zero3 module. At its end the runtime has the same frames as
     before, also after an exception.
+
+    Inside, autocast caches no cast copies of parameters, since they would outlive the full
+    parameters.
     """
 
     _runtime: Runtime
     _module: nn.Module
     _began: bool | None = None
     _depth: int = 0
+    _caches: bool = False
 
     def __enter__(self) -> None:
         self._began = self._runtime.begin_pass(self._module)
-        self._depth = len(self._runtime.frames)
+        self._depth = len(self._runtime.stack.frames)
+        self._caches = torch.is_autocast_cache_enabled()
+        if self._caches:
+            torch.set_autocast_cache_enabled(False)
 
     def __exit__(
         self,
@@ -424,7 +426,9 @@ class ForwardPass:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        del self._runtime.frames[self._depth :]
+        if self._caches:
+            torch.set_autocast_cache_enabled(True)
+        del self._runtime.stack.frames[self._depth :]
         if self._began is not None:
             self._runtime.end_pass(began=self._began, error=error)
 

@@ -135,8 +135,6 @@ class Order(Protocol[L]):
     @property
     def calls(self) -> ForwardOrder[Any]: ...
 
-    def forget_pass(self) -> None: ...
-
     def adopt(self, layer: L) -> None: ...
 
     def begin(self, *, continues: bool) -> None: ...
@@ -145,11 +143,21 @@ class Order(Protocol[L]):
 
     def recompute(self, layer: L) -> list[L]: ...
 
-    def leave(self, layer: L, passes: Passes) -> None: ...
-
     def finish(self, first: L, passes: Passes) -> None: ...
 
-    def fail(self, first: L, passes: Passes, error: BaseException) -> None: ...
+
+class OwnOrder(Order[L], Protocol[L]):
+    """One that is not learned: this rank makes the transfers of layers that it leaves out, too."""
+
+    def leave(self, layer: L, passes: Passes) -> None:
+        """Called after a layer's forward."""
+        ...
+
+    def fail(self, first: L, passes: Passes, error: BaseException) -> None:
+        """The pass has raised `error`."""
+        ...
+
+    def forget_pass(self) -> None: ...
 
 
 class LearnedOrder(Generic[L]):
@@ -167,8 +175,6 @@ class LearnedOrder(Generic[L]):
         self.calls: ForwardOrder[L | None] = ForwardOrder(expected)
         self._depth = depth
         self._compare = compare
-
-    def forget_pass(self) -> None: ...
 
     def adopt(self, layer: L) -> None: ...
 
@@ -198,12 +204,8 @@ class LearnedOrder(Generic[L]):
         """Called in place of `enter` inside a backward, which knows its order itself."""
         return []
 
-    def leave(self, layer: L, passes: Passes) -> None: ...
-
     def finish(self, first: L, passes: Passes) -> None:
         self.calls.learn()
-
-    def fail(self, first: L, passes: Passes, error: BaseException) -> None: ...
 
 
 @dataclass(eq=False, slots=True)

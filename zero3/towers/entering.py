@@ -197,7 +197,7 @@ def _in_tower(
     """`own`: the tower's own layer, if it has the module's parameters."""
     found, layer = gates(), None if own is None else own()
     runtime = None if layer is None else layer._runtime
-    if layer is not None and runtime is not None and not runtime.is_running(layer._state):
+    if layer is not None and runtime is not None and not runtime.stack.is_under_way(layer._state):
         method = partial(_enter, runtime, layer._state, module, method)
     return method(*args, **kwargs) if found is None else found.call(room, method, args, kwargs)
 

@@ -295,7 +295,6 @@ class Gates:
 
     def fail(self, first: LayerState, passes: Passes, error: BaseException) -> None:
         self._pass.active, self._call = False, None
-        self._trunk.fail(first, passes, error)
 
     # -- modules outside of towers
 
