@@ -205,8 +205,8 @@ class Gates:
         depth: int,
     ) -> None:
         """`towers`: their names. `modules`: those of all modules in them that are called, in the
-        model's order. `host`: moves what ranks tell each other; `near`:
-        where nobody compares. `trunk`: the order of all else.
+        model's order. `host`: moves what ranks tell each other; `near`: where nobody compares.
+        `trunk`: the order of all else.
         """
         self.towers, self._modules = tuple(towers), tuple(modules)
         self._host, self._near, self._trunk, self._depth = host, near, trunk, depth
