@@ -161,19 +161,6 @@ def test_a_call_may_leave_out_layers_and_calls_no_others() -> None:
         assert "layer 'body.audio.blocks.1' (Block) is called in 'body.audio', which is optional" in text
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "reentrant checkpoint"])
-def test_a_checkpoint_around_several_layers_of_a_tower_is_an_error_on_all(how: str) -> None:
-    def body(group: ThreadCommunicator, model: Seeing) -> str:
-        tower, around = model.body.vision, torch.utils.checkpoint.checkpoint
-        model.body.__dict__["vision"] = lambda image: around(tower, image.requires_grad_(), use_reentrant=how != "checkpoint")
-        with pytest.raises(RuntimeError if group.rank == 0 else ValueError) as caught:
-            step(model, [NONE, V], group.rank)
-        return str(caught.value)
-
-    for text in on_ranks(2, body):
-        assert "together with other layers" in text
-
-
 def test_step_guard_and_batch_finder_refuse_towers() -> None:
     def body(group: ThreadCommunicator, model: Seeing) -> list[str]:
         with pytest.raises(ValueError, match="step_guard") as guarded, zero3.step_guard(model):

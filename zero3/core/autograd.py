@@ -79,22 +79,23 @@ restore_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
-def checkpoint_around() -> object | None:
-    """The innermost checkpoint (not a reentrant one) whose function runs now, or None."""
+def checkpoint_around() -> int | None:
+    """A number of the innermost checkpoint whose function runs now, or None."""
+    if not torch.is_grad_enabled():
+        return _reentrant_checkpoint()
     top: Callable[..., tuple[Any, Any] | None] | None
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
     of_checkpoint = hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
-    return hooks[0] if hooks is not None and of_checkpoint else None
+    return id(hooks[0]) if hooks is not None and of_checkpoint else None
 
 
-def in_reentrant_checkpoint() -> bool:
-    """Whether a reentrant checkpoint runs its function now, with gradients off."""
+def _reentrant_checkpoint() -> int | None:
     code = CheckpointFunction.forward.__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frame is not None
+    return None if frame is None else id(frame.f_locals["ctx"])
 
 
 def grouped_products() -> tuple[Callable[..., Any], ...]:
