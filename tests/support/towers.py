@@ -186,7 +186,7 @@ def trained_sharded(life: TowersLife, model: Seeing, group: Any = None, rank: in
                 losses.append(loss)
                 if not life.together:
                     backward(loss)
-        if life.keeps and (step, len(micros) - 1) in life.fails:
+        if life.keeps and ((step, len(micros) - 1) in life.fails or not loss.requires_grad):  # then no backward has reduced what is kept
             zero3.reduce_gradients(model)
         if life.together:
             backward(sum(losses))  # type: ignore[arg-type]

@@ -38,6 +38,10 @@ _WORDS = Struct("<HIBQB")  # of `Message`, and the last byte, by which no other 
 _LAST = 0x6A
 _ABSENT = bytes(_WORDS.size)
 _LISTENS, _END = 0xFFFF, 0xFFFE  # in place of a layer's begin or end
+_REMEDY = (
+    "What some ranks alone call around a tower, or call more often, is optional, too: name it in "
+    "optional= of zero3.shard."
+)
 _GRADIENTS, _RAISED, _TELLS_LAYERS = 1, 2, 4
 # a checkpoint recomputes the last call together with what else is called in it; what comes next is
 # called in the same one
@@ -93,7 +97,11 @@ class Gate:
             agree(self.communicator, _CPU, "the call of a tower", [], self.error)
         if wrong := _apart(found):
             said = self.lines() if self.mine in wrong else ()
-            agree(self.communicator, _CPU, self.at, said, absent=self.mine not in wrong)
+            try:
+                agree(self.communicator, _CPU, self.at, said, absent=self.mine not in wrong)
+            except ValueError as error:
+                error.args = (f"{error} {_REMEDY}",)
+                raise
         return found
 
     def take_part(self) -> None:
