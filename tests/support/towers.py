@@ -88,7 +88,8 @@ class Body(nn.Module):
         super().__init__()
         self.vision, self.audio, self.language = Tower(), Tower(), Language()
         self.checkpoints: bool | None = None
-        self.around = "nothing"  # what one checkpoint is around: "a call" of a tower, all "calls", or "everything" after the embedding
+        # what one checkpoint is around: "a call" of a tower, all "calls", on some ranks "later calls", "everything" after the embedding
+        self.around, self.nested = "nothing", False  # whether there are others in it
 
     def forward(self, words: Tensor, calls: list[tuple[str, Tensor]]) -> Tensor:
         x = self.language.embed(words)
@@ -97,12 +98,17 @@ class Body(nn.Module):
         return self.read(calls, x)
 
     def read(self, calls: list[tuple[str, Tensor]], x: Tensor) -> Tensor:
-        see = partial(self.see, calls)
-        return self.language(again(see, x, self.checkpoints) if self.around == "calls" and recomputes(self) else see(x))
+        hears = self.around == "later calls" and calls and calls[0][0] == "audio"
+        if hears:
+            x, calls = self.add(calls[0], x), calls[1:]
+        together = recomputes(self) and (hears or self.around == "calls")
+        see = partial(self.see, calls, recomputes(self) and (self.nested or not together))
+        return self.language(again(see, x, self.checkpoints) if together else see(x))
 
-    def see(self, calls: list[tuple[str, Tensor]], x: Tensor) -> Tensor:
+    def see(self, calls: list[tuple[str, Tensor]], alone: bool, x: Tensor) -> Tensor:
+        alone = alone and (self.nested or self.around in ("a call", "later calls"))
         for call in calls:
-            x = again(partial(self.add, call), x, self.checkpoints) if self.around == "a call" and recomputes(self) else self.add(call, x)
+            x = again(partial(self.add, call), x, self.checkpoints) if alone else self.add(call, x)
         return x
 
     def add(self, call: tuple[str, Tensor], x: Tensor) -> Tensor:
@@ -253,7 +259,7 @@ def checkpointed(*, reentrant: bool, around: bool) -> Callable[[Seeing], None]:
     return switch_on
 
 
-def around(what: str, *parts: str, reentrant: bool) -> Callable[[Seeing], None]:
+def around(what: str, *parts: str, reentrant: bool, nested: bool = False) -> Callable[[Seeing], None]:
     """One checkpoint around several layers, of which `parts` are frozen."""
 
     def switch_on(model: Seeing) -> None:
@@ -262,7 +268,7 @@ def around(what: str, *parts: str, reentrant: bool) -> Callable[[Seeing], None]:
             for tower in (model.body.vision, model.body.audio):
                 tower.checkpoints, tower.first_two = reentrant, True
         else:
-            model.body.checkpoints, model.body.around = reentrant, what
+            model.body.checkpoints, model.body.around, model.body.nested = reentrant, what, nested
 
     return switch_on
 
@@ -279,9 +285,11 @@ PREPARED: dict[str, Callable[[Seeing], None]] = {
     "reentrant checkpoints around layers": checkpointed(reentrant=True, around=True),
     **{
         f"a {'reentrant ' * reentrant}checkpoint around {what}": around(what, reentrant=reentrant)
-        for what in ("two blocks", "a call", "calls", "everything")
+        for what in ("two blocks", "a call", "calls", "later calls", "everything")
         for reentrant in (False, True)
     },
+    "a checkpoint around calls that have their own": around("calls", reentrant=False, nested=True),
+    "a checkpoint around everything, and in it around calls": around("everything", reentrant=False, nested=True),
     "a checkpoint around calls of which one is frozen": around("calls", "body.vision", reentrant=False),
     "a reentrant checkpoint around calls of which one is frozen": around("calls", "body.vision", reentrant=True),
 }

@@ -182,11 +182,13 @@ class Backward:
         """
         for trace in dict.fromkeys([*self._touched, *([] if last is None else [last])]):
             for call in reversed(trace.recomputed):
-                last_one = call.together[-1] if call.together else call
-                if call.layer is state and last_one.phase is not CallPhase.CLOSED:
-                    if last_one.phase is CallPhase.PENDING:
+                together = call.together or (call,)
+                if call.layer is state and any(
+                    each.phase is not CallPhase.CLOSED for each in together
+                ):
+                    if together[-1].phase is CallPhase.PENDING:
                         with torch.no_grad():
-                            self._before(trace, last_one)
+                            self._before(trace, together[-1])
                     return True
         return False
 

@@ -130,7 +130,7 @@ def _apart(found: Sequence[Message]) -> set[Message]:
     return {each for each in kinds for other in kinds if each.apart(other)}
 
 
-class Asked(NamedTuple):
+class NextCall(NamedTuple):
     """What ranks have told at a gate."""
 
     number: int  # of the module that is called next, or 0
@@ -150,7 +150,7 @@ class TowerCall:
     # the ticks at which layers have begun that this rank does not compute
     begun: defaultdict[LayerState, list[int]] = field(default_factory=lambda: defaultdict(list))
 
-    checkpoint: int | None = None  # around the layer that was entered last
+    checkpoint: object | None = None  # around the layer that was entered last
 
     def ahead(self, depth: int) -> list[LayerState]:
         begins = (each.layer for each in (self.known or ())[self.next :] if each.begins)
@@ -210,7 +210,7 @@ class Pass:
     compared: bool = False  # whether ranks have compared it
     # the checkpoint in which this rank has called or attended a layer last, and the tick at which
     # ranks came to it. Whether the others are to know that it recomputes a tower's call
-    checkpoint: int | None = None
+    checkpoint: weakref.ref[Any] | None = None
     since: int = 0
     together: bool = False
     # whether all ranks raise already, or the others can't be told where they are
@@ -272,18 +272,20 @@ class Gates:
         return not torch.is_grad_enabled() and self._checkpoint is not None
 
     @property
-    def _checkpoint(self) -> int | None:
+    def _checkpoint(self) -> object | None:
         return checkpoint_around() if self._pass.trains else None
 
     @property
     def _is_same_checkpoint(self) -> bool:
-        return (around := self._checkpoint) is not None and around == self._pass.checkpoint
+        last = self._pass.checkpoint
+        return last is not None and (around := last()) is not None and around is self._checkpoint
 
     def _come_to_checkpoint(self, *, same: bool) -> None:
         """A layer is called now, or a tower's module. Those that are called in one checkpoint are
         recomputed together.
         """
-        self._pass.checkpoint = self._checkpoint
+        around = self._checkpoint
+        self._pass.checkpoint = None if around is None else weakref.ref(around)
         if not same:
             self._pass.since = self._passes.now
             self._passes.unite(inf)
@@ -311,7 +313,7 @@ class Gates:
             return self._trunk.enter(state, passes)
         event = Event(state, begins=True)
         before, call.checkpoint = call.checkpoint, self._checkpoint
-        if before is not None and before == call.checkpoint:
+        if before is not None and before is call.checkpoint:
             self._pass.together = True
         if call.known is None:
             self._tell_layer(call, event)
@@ -402,7 +404,7 @@ class Gates:
         digest = hash((transfers, *(state.identity for state in recorded))) % 2**64
         return digest, lambda: [first.log.summary(), *(each.name_among_ranks for each in recorded)]
 
-    def _ask(self, mine: Message, at: str, lines: Callable[[], Sequence[str]] = tuple) -> Asked:
+    def _ask(self, mine: Message, at: str, lines: Callable[[], Sequence[str]] = tuple) -> NextCall:
         told = _TOGETHER * self._pass.together | _SAME_CHECKPOINT * self._is_same_checkpoint
         found = self._exchange(mine._replace(flags=mine.flags | told), at, lines)
         self._pass.together = False
@@ -412,7 +414,7 @@ class Gates:
             flags |= each.flags if each.number == number else each.flags & ~_GRADIENTS
         if flags & _TOGETHER:
             self._passes.unite(self._pass.since)
-        return Asked(number, bool(flags & _GRADIENTS), bool(flags & _SAME_CHECKPOINT))
+        return NextCall(number, bool(flags & _GRADIENTS), bool(flags & _SAME_CHECKPOINT))
 
     def _exchange(
         self,
@@ -467,13 +469,13 @@ class Gates:
         finally:
             self._call = None
 
-    def _begin(self, asked: Asked) -> TowerCall:
+    def _begin(self, asked: NextCall) -> TowerCall:
         self._come_to_checkpoint(same=asked.same_checkpoint)
         self._call = call = TowerCall(asked.number, asked.records, self._known.get(asked.number))
         self._pass.recorded = self._pass.recorded or asked.records
         return call
 
-    def _attend(self, asked: Asked) -> None:
+    def _attend(self, asked: NextCall) -> None:
         """Takes part in a call that other ranks make."""
         call = self._begin(asked)
         try:
