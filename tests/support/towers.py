@@ -35,6 +35,10 @@ class Block(nn.Module):
         return checkpoint(self.run, x, use_reentrant=self.checkpoints) if recomputes(self) else self.run(x)
 
 
+def again(function: Any, given: Any, reentrant: bool | None) -> Any:
+    return checkpoint(function, given, use_reentrant=reentrant)
+
+
 def recomputes(module: Any) -> bool:
     return module.checkpoints is not None and torch.is_grad_enabled()
 
@@ -47,6 +51,7 @@ class Tower(nn.Module):
         self.patch, self.norm = nn.Linear(PIXELS, HIDDEN), nn.LayerNorm(HIDDEN)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.checkpoints: bool | None = None  # around each block
+        self.first_two = False  # whether one checkpoint is around the first two, and what follows them
         self.fails = False
         self.leaves_out: set[int] = set()
 
@@ -57,9 +62,14 @@ class Tower(nn.Module):
                 raise Broken("this picture is broken")
             if number in self.leaves_out:
                 continue
-            again = partial(checkpoint, block, use_reentrant=self.checkpoints)
-            states.append(again(states[-1]) if recomputes(self) else block(states[-1]))
+            run = self.run_two if self.first_two and number == 1 else block
+            if self.first_two and number == 0:
+                continue
+            states.append(again(run, states[-1], self.checkpoints) if recomputes(self) else run(states[-1]))
         return self.norm(states[-2])
+
+    def run_two(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.blocks[1](self.blocks[0](x).sin()))
 
 
 class Language(nn.Module):
@@ -77,12 +87,32 @@ class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.vision, self.audio, self.language = Tower(), Tower(), Language()
+        self.checkpoints: bool | None = None
+        # what one checkpoint is around: "a call" of a tower, all "calls", on some ranks "later calls", "everything" after the embedding
+        self.around, self.nested = "nothing", False  # whether there are others in it
 
     def forward(self, words: Tensor, calls: list[tuple[str, Tensor]]) -> Tensor:
         x = self.language.embed(words)
-        for name, data in calls:
-            x = x + getattr(self, name)(data).mean(0)
-        return self.language(x)
+        if self.around == "everything" and recomputes(self):
+            return again(partial(self.read, calls), x, self.checkpoints)
+        return self.read(calls, x)
+
+    def read(self, calls: list[tuple[str, Tensor]], x: Tensor) -> Tensor:
+        hears = self.around == "later calls" and calls and calls[0][0] == "audio"
+        if hears:
+            x, calls = self.add(calls[0], x), calls[1:]
+        together = recomputes(self) and (hears or self.around == "calls")
+        see = partial(self.see, calls, recomputes(self) and (self.nested or not together))
+        return self.language(again(see, x, self.checkpoints) if together else see(x))
+
+    def see(self, calls: list[tuple[str, Tensor]], alone: bool, x: Tensor) -> Tensor:
+        alone = alone and (self.nested or self.around in ("a call", "later calls"))
+        for call in calls:
+            x = again(partial(self.add, call), x, self.checkpoints) if alone else self.add(call, x)
+        return x
+
+    def add(self, call: tuple[str, Tensor], x: Tensor) -> Tensor:
+        return x.sin() * getattr(self, call[0])(call[1]).mean(0) + x
 
 
 class Seeing(nn.Module):
@@ -162,7 +192,7 @@ def trained_sharded(life: TowersLife, model: Seeing, group: Any = None, rank: in
                 losses.append(loss)
                 if not life.together:
                     backward(loss)
-        if life.keeps and (step, len(micros) - 1) in life.fails:
+        if life.keeps and ((step, len(micros) - 1) in life.fails or not loss.requires_grad):  # then no backward has reduced what is kept
             zero3.reduce_gradients(model)
         if life.together:
             backward(sum(losses))  # type: ignore[arg-type]
@@ -229,6 +259,20 @@ def checkpointed(*, reentrant: bool, around: bool) -> Callable[[Seeing], None]:
     return switch_on
 
 
+def around(what: str, *parts: str, reentrant: bool, nested: bool = False) -> Callable[[Seeing], None]:
+    """One checkpoint around several layers, of which `parts` are frozen."""
+
+    def switch_on(model: Seeing) -> None:
+        frozen(*parts)(model)
+        if what == "two blocks":
+            for tower in (model.body.vision, model.body.audio):
+                tower.checkpoints, tower.first_two = reentrant, True
+        else:
+            model.body.checkpoints, model.body.around, model.body.nested = reentrant, what, nested
+
+    return switch_on
+
+
 PREPARED: dict[str, Callable[[Seeing], None]] = {
     "all trains": lambda model: None,
     "frozen tower": frozen("body.vision"),
@@ -239,6 +283,15 @@ PREPARED: dict[str, Callable[[Seeing], None]] = {
     "reentrant checkpoints in layers": checkpointed(reentrant=True, around=False),
     "checkpoints around layers": checkpointed(reentrant=False, around=True),
     "reentrant checkpoints around layers": checkpointed(reentrant=True, around=True),
+    **{
+        f"a {'reentrant ' * reentrant}checkpoint around {what}": around(what, reentrant=reentrant)
+        for what in ("two blocks", "a call", "calls", "later calls", "everything")
+        for reentrant in (False, True)
+    },
+    "a checkpoint around calls that have their own": around("calls", reentrant=False, nested=True),
+    "a checkpoint around everything, and in it around calls": around("everything", reentrant=False, nested=True),
+    "a checkpoint around calls of which one is frozen": around("calls", "body.vision", reentrant=False),
+    "a reentrant checkpoint around calls of which one is frozen": around("calls", "body.vision", reentrant=True),
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},

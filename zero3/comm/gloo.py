@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -72,19 +72,23 @@ class GlooCommunicator(GroupCommunicator):
     def __init__(self, group: Any, backend: str, device: torch.device) -> None:
         super().__init__(group, backend, device)
         self.exchanges_in_memory = False
+        self._met: HostMemory | None = None
         self.takes_pieces = device.type == "cpu"  # from a GPU, a buffer is copied to the host
 
-    @cached_property
+    @property
     def _memory(self) -> HostMemory:
-        """It is made at the first transfer, because all ranks take part in that."""
-        group = self._group
-        return host_memory(
-            group,
-            self.rank,
-            self.world_size,
-            timeout_of(group, "cpu"),
-            partial(super().exchange, device=torch.device("cpu")),
-        )
+        """It is made at the first transfer, because all ranks take part in that. A cached_property
+        has one lock for all objects in Python 3.11: ranks that are threads would wait for it.
+        """
+        if self._met is None:
+            self._met = host_memory(
+                self._group,
+                self.rank,
+                self.world_size,
+                timeout_of(self._group, "cpu"),
+                partial(super().exchange, device=torch.device("cpu")),
+            )
+        return self._met
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.device.type != "cpu":
@@ -261,8 +265,8 @@ class GlooCommunicator(GroupCommunicator):
     def trim(self) -> None:
         """Frees the group's shared memory, where all ranks have read the transfers."""
         # otherwise there was no transfer; to make the memory would take all ranks
-        if "_memory" in self.__dict__:
-            self._memory.trim()
+        if self._met is not None:
+            self._met.trim()
 
     def _tag(self, kind: int) -> int:
         return 4 * self.channel + kind

@@ -10,13 +10,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import unwrap
 from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 __all__: list[str] = []
 
@@ -84,21 +85,25 @@ transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_curre
 
 
 def checkpoint_around() -> object | None:
-    """The innermost checkpoint (not a reentrant one) whose function runs now, or None."""
-    top: Callable[..., tuple[Any, Any] | None] | None
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if top is None else top(True)
-    of_checkpoint = hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
-    return hooks[0] if hooks is not None and of_checkpoint else None
-
-
-def in_reentrant_checkpoint() -> bool:
-    """Whether a reentrant checkpoint runs its function now, with gradients off."""
-    code = CheckpointFunction.forward.__code__
+    """What stands for the outermost checkpoint whose function runs now, or None."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
+    found: object | None = None
+    while frame is not None:
+        if (name := _CHECKPOINTS.get(frame.f_code)) is not None:
+            found = frame.f_locals.get(name, found)
         frame = frame.f_back
-    return frame is not None
+    if found is None:  # one that is put on a module by hooks
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+        if (hooks := top(True)) and hooks[0].__qualname__.startswith("_checkpoint_hook."):
+            found = hooks[1]
+    return found
+
+
+# what runs a checkpoint's function -> its variable that is another in each checkpoint
+_CHECKPOINTS = {
+    CheckpointFunction.forward.__code__: "ctx",
+    unwrap(checkpoint).__code__: "gen",
+}
 
 
 def grouped_products() -> tuple[Callable[..., Any], ...]:

@@ -183,22 +183,21 @@ class Backward:
             self._outer_ending.wait(then=self._end_recomputing)
         self._finish_nested()
 
-    def open_without_graph(self, state: LayerState, last: LayerTrace | None) -> bool:
-        """Opens the call of `state` that was made with gradients off, and that is recomputed now:
-        no hook on a graph can do it. Returns whether there is one. `last`: the last forward's.
-
-        Raises:
-            RuntimeError: It is closed already, for a checkpoint recomputes several layers.
+    def open_recomputed(self, state: LayerState, last: LayerTrace | None) -> bool:
+        """Opens the call of `state` that is recomputed now, or the last one that is recomputed with
+        it, before a hook on a graph does it, or because none can. Returns whether there is one.
+        `last`: the last forward's trace.
         """
         for trace in dict.fromkeys([*self._touched, *([] if last is None else [last])]):
-            for call in reversed(trace.without_graph):
-                if call.layer is state and call.phase is not CallPhase.CLOSED:
-                    if call.phase is CallPhase.PENDING:
+            for call in reversed(trace.recomputed):
+                together = call.together or (call,)
+                if call.layer is state and any(
+                    each.phase is not CallPhase.CLOSED for each in together
+                ):
+                    if together[-1].phase is CallPhase.PENDING:
                         with torch.no_grad():
-                            self._before(trace, call)
+                            self._before(trace, together[-1])
                     return True
-            if any(call.layer is state for call in trace.without_graph):
-                raise RuntimeError(several_recomputed(state.label))
         return False
 
     def _finish_nested(self) -> None:
@@ -350,14 +349,17 @@ class Backward:
         state = step.call.layer
         if step.opens:  # [B3]
             state.fetch()
-            for following in trace.upcoming(self._depth):
+            together = [call.layer for call in step.call.together]
+            for following in [*together, *trace.upcoming(self._depth)]:
                 following.start_fetch()
             return
         # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         state.check_unwritten()
         if state.modules > 1:
             self._stack.await_calls(state, 0 if step.reduce else state.modules - 1)
-        self.release(state)  # first: the buffer of its gradients may take its full buffer's memory
+        # first: the buffer of its gradients may take its full buffer's memory
+        for each in (state, *(call.layer for call in step.call.together)):
+            self.release(each)
         if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):
             self._back_up(state)
 
@@ -452,12 +454,3 @@ class Backward:
         for state in self._stack.layers:
             state.gradients.end_backward()
         self._tell_conductor(begins=False)
-
-
-def several_recomputed(label: str) -> str:
-    return (
-        f"a checkpoint recomputes layer {label} together with other layers, in a model of which "
-        "not every rank calls all (optional=): ranks that did not call one would miss what that "
-        "gathers. Checkpoint each layer by itself, as gradient_checkpointing_enable() does, or "
-        "shard with optional=()"
-    )

@@ -279,7 +279,7 @@ class Runtime:
         """
         # ranks do not compare: they may differ here
         inside = inside_backward()
-        opened = inside and self.backward.open_without_graph(state, self._open_trace)
+        opened = inside and self.backward.open_recomputed(state, self._open_trace)
         if state.resident or (inside and self.backward.is_recomputing(state)):
             gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
             state.fetch()
@@ -375,11 +375,21 @@ class Runtime:
             self.backward.release(state)
             return None
         self._lingering.append(state)
-        return self._trace.record(state, start, graph=graph)
+        recomputed = not graph or self._order.counts_without_graph
+        return self._trace.record(state, start, recomputed=recomputed)
 
     def recorded(self) -> tuple[LayerState, ...]:
         """The layers whose calls are recorded in the forward under way."""
         return () if self._trace is None else tuple(call.layer for call in self._trace.calls)
+
+    def unite(self, since: float) -> None:
+        """See `CallTrace.unite`."""
+        if self._trace is not None:
+            self._trace.unite(since)
+
+    @property
+    def now(self) -> int:
+        return 0 if self._trace is None else self._trace.now
 
     def note_compared(self) -> None:
         if self._trace is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 __all__: list[str] = []
@@ -269,6 +270,7 @@ class Call(Generic[L]):
     end: int
     index: int
     phase: CallPhase = CallPhase.PENDING
+    together: Sequence[Call[L]] = ()  # those that one checkpoint recomputes, this one too
 
 
 class Step(NamedTuple, Generic[L]):
@@ -301,9 +303,10 @@ class CallTrace(Generic[L]):
     reduces: bool = False  # whether that backward computes gradients of parameters
     walked: bool = False  # whether a backward has walked over it
     compared: bool = False  # whether ranks have compared its calls, when the forward was over
-    # the calls that were made with gradients off: their recomputations open them
-    without_graph: list[Call[L]] = field(default_factory=list)
+    # calls that their recomputations open, such as those that were made with gradients off
+    recomputed: list[Call[L]] = field(default_factory=list)
     _clock: int = 0
+    _since: float = inf  # see `unite`
     _cursor: int = -1  # the index of the call that is opened next
     _open: list[Call[L]] = field(default_factory=list)
     # layer -> its call that began first, and that backward closes last
@@ -313,16 +316,34 @@ class CallTrace(Generic[L]):
         self._clock += 1
         return self._clock
 
-    def record(self, layer: L, start: int, *, graph: bool = True) -> Call[L]:
+    def record(self, layer: L, start: int, *, recomputed: bool = False) -> Call[L]:
         call = Call(layer, start, self.begin(), len(self.calls))
-        if not graph:
-            self.without_graph.append(call)
+        if recomputed:
+            self.recomputed.append(call)
         # the layer may have called itself
         if layer not in self._first or start < self._first[layer].start:
             self._first[layer] = call
         self.calls.append(call)
         self._cursor = call.index
+        if start > self._since:
+            self.unite(self._since)
         return call
+
+    @property
+    def now(self) -> int:
+        return self._clock
+
+    def unite(self, since: float) -> None:
+        """One checkpoint recomputes all calls that have begun after the tick `since`, also those
+        that end later. While one is open, the layers of all of them stay fetched.
+        """
+        self._since = since
+        if since == inf:
+            return
+        together = [call for call in self.calls if call.start > since]
+        for call in together:
+            call.together = together
+        self.recomputed = sorted({*self.recomputed, *together}, key=lambda call: call.index)
 
     def note_compared(self) -> None:
         self.compared = True
@@ -331,7 +352,7 @@ class CallTrace(Generic[L]):
         return layer in self._first
 
     def is_open(self, layer: L) -> bool:
-        return any(call.layer == layer for call in self._open)
+        return any(each.layer == layer for call in self._open for each in (call, *call.together))
 
     def advance(self, call: Call[L]) -> Iterator[Step[L]]:
         """The steps until `call` is open."""

@@ -107,7 +107,7 @@ def _beside_the_language_model(model: nn.Module) -> list[nn.Module]:
     """
     base = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
     model = model if base is None else base()
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     kinds = {
         type(each)
         for name in getattr(type(config), "sub_configs", {})
@@ -122,19 +122,21 @@ def _beside_the_language_model(model: nn.Module) -> list[nn.Module]:
     language = next(iter(_outermost(model, {type(text)})), None)
     if language is None or not kinds:
         return []
-    embeddings = {
-        id(found)
-        for ask in ("get_input_embeddings", "get_output_embeddings")
-        if (found := _asked(model, ask)) is not None
-    }
-    return [
-        child
-        for around in model.modules()
-        if around is not language and any(inner is language for inner in around.modules())
-        for child in around.children()
-        if not any(inner is language for inner in child.modules())
-        if id(child) not in embeddings and any(True for _ in child.parameters())
-    ]
+    embedding, head = (_asked(model, f"get_{way}_embeddings") for way in ("input", "output"))
+    found: list[nn.Module] = []
+    for around in model.modules():
+        if around is language or not any(inner is language for inner in around.modules()):
+            continue
+        for child in around.children():
+            inside = list(child.modules())
+            if language in inside or not any(True for _ in child.parameters()):
+                continue
+            own = getattr(child, "config", config)
+            if own is not config and config.is_encoder_decoder and "text_config" in own.sub_configs:
+                found += _beside_the_language_model(child)  # the decoder's encoder reads words, too
+            elif child is not embedding and head not in inside:
+                found.append(child)
+    return found
 
 
 def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:

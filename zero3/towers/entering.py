@@ -65,8 +65,8 @@ def put_gates(
     rooms = [(name, module, own) for name, module, own in called if _in(tower_of, module)]
     depth = root.policy.prefetch_depth
     trunk = LearnedOrder[LayerState]((), depth, partial(compare_call, root.communicator))
-    near = in_memory(host) if root.device.type == "cpu" else host
-    gates = Gates(list(towers), [name for name, _, _ in rooms], host, near, trunk, depth)
+    names = [name for name, _, _ in rooms]
+    gates = Gates(list(towers), names, host, in_memory(host), trunk, depth)
     here = weakref.ref(gates)  # a runtime holds it; a module must hold nothing that holds it
     for number, (name, module, own) in enumerate(rooms, 1):
         room = ModuleInside(name, number, tower_of[id(unwrapped(module))], weakref.ref(module))

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from struct import Struct
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,8 +24,7 @@ import torch
 from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.errors import is_transfer_failure
-from ..core.autograd import checkpoint_around, in_reentrant_checkpoint, tensors_in
-from ..core.backward import several_recomputed
+from ..core.autograd import checkpoint_around, tensors_in
 from ..core.layer_state import LayerState, may_get_gradients
 from ..core.runtime import Runtime
 from ..core.schedule import ForwardOrder, LearnedOrder, Passes
@@ -38,7 +38,14 @@ _WORDS = Struct("<HIBQB")  # of `Message`, and the last byte, by which no other 
 _LAST = 0x6A
 _ABSENT = bytes(_WORDS.size)
 _LISTENS, _END = 0xFFFF, 0xFFFE  # in place of a layer's begin or end
+_REMEDY = (
+    "What some ranks alone call around a tower, or call more often, is optional, too: name it in "
+    "optional= of zero3.shard."
+)
 _GRADIENTS, _RAISED, _TELLS_LAYERS = 1, 2, 4
+# a checkpoint recomputes the last call together with what else is called in it; what comes next is
+# called in the same one
+_TOGETHER, _SAME_CHECKPOINT = 8, 16
 
 
 class Message(NamedTuple):
@@ -58,7 +65,9 @@ class Message(NamedTuple):
             return True
         if self.flags & _TELLS_LAYERS:
             return self.number != other.number and _LISTENS not in (self.number, other.number)
-        return not self.number and not other.number and self[1:] != other[1:]
+        if self.number or other.number:
+            return False
+        return (self.place, self.digest) != (other.place, other.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,11 @@ class Gate:
             agree(self.communicator, _CPU, "the call of a tower", [], self.error)
         if wrong := _apart(found):
             said = self.lines() if self.mine in wrong else ()
-            agree(self.communicator, _CPU, self.at, said, absent=self.mine not in wrong)
+            try:
+                agree(self.communicator, _CPU, self.at, said, absent=self.mine not in wrong)
+            except ValueError as error:
+                error.args = (f"{error} {_REMEDY}",)
+                raise
         return found
 
     def take_part(self) -> None:
@@ -117,6 +130,14 @@ def _apart(found: Sequence[Message]) -> set[Message]:
     return {each for each in kinds for other in kinds if each.apart(other)}
 
 
+class NextCall(NamedTuple):
+    """What ranks have told at a gate."""
+
+    number: int  # of the module that is called next, or 0
+    records: bool  # whether its call takes part in backward
+    same_checkpoint: bool  # whether a rank calls it in the checkpoint of what it has called before
+
+
 @dataclass(slots=True)
 class TowerCall:
     """A call of a tower's module under way, which this rank makes or attends."""
@@ -129,7 +150,6 @@ class TowerCall:
     # the ticks at which layers have begun that this rank does not compute
     begun: defaultdict[LayerState, list[int]] = field(default_factory=lambda: defaultdict(list))
 
-    outer: object | None = None  # the checkpoint in which this rank calls it, if that is reentrant
     checkpoint: object | None = None  # around the layer that was entered last
 
     def ahead(self, depth: int) -> list[LayerState]:
@@ -188,6 +208,11 @@ class Pass:
     trains: bool = False  # whether it began with gradients on
     recorded: bool = False  # whether a call of it takes part in backward
     compared: bool = False  # whether ranks have compared it
+    # the checkpoint in which this rank has called or attended a layer last, and the tick at which
+    # ranks came to it. Whether the others are to know that it recomputes a tower's call
+    checkpoint: weakref.ref[Any] | None = None
+    since: int = 0
+    together: bool = False
     # whether all ranks raise already, or the others can't be told where they are
     over: bool = False
 
@@ -205,8 +230,8 @@ class Gates:
         depth: int,
     ) -> None:
         """`towers`: their names. `modules`: those of all modules in them that are called, in the
-        model's order. `host`: moves what ranks tell each other; `near`:
-        where nobody compares. `trunk`: the order of all else.
+        model's order. `host`: moves what ranks tell each other; `near`: where nobody compares.
+        `trunk`: the order of all else.
         """
         self.towers, self._modules = tuple(towers), tuple(modules)
         self._host, self._near, self._trunk, self._depth = host, near, trunk, depth
@@ -244,8 +269,26 @@ class Gates:
         if self._call is not None:
             return self._call.records
         # Its recomputation opens what this rank has attended since: no hook does it here.
-        without = self._pass.trains and not torch.is_grad_enabled()
-        return without and in_reentrant_checkpoint()
+        return not torch.is_grad_enabled() and self._checkpoint is not None
+
+    @property
+    def _checkpoint(self) -> object | None:
+        return checkpoint_around() if self._pass.trains else None
+
+    @property
+    def _is_same_checkpoint(self) -> bool:
+        last = self._pass.checkpoint
+        return last is not None and (around := last()) is not None and around is self._checkpoint
+
+    def _come_to_checkpoint(self, *, same: bool) -> None:
+        """A layer is called now, or a tower's module. Those that are called in one checkpoint are
+        recomputed together.
+        """
+        around = self._checkpoint
+        self._pass.checkpoint = None if around is None else weakref.ref(around)
+        if not same:
+            self._pass.since = self._passes.now
+            self._passes.unite(inf)
 
     def forget_pass(self) -> None:
         self._pass, self._call = Pass(), None
@@ -264,11 +307,14 @@ class Gates:
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
         call = self._call
         if call is None:
+            self._come_to_checkpoint(same=(same := self._is_same_checkpoint))
+            if same and not torch.is_grad_enabled():  # on all ranks
+                self._passes.unite(self._pass.since)
             return self._trunk.enter(state, passes)
         event = Event(state, begins=True)
-        around, call.checkpoint = call.checkpoint, checkpoint_around() or call.outer
-        if call.records and around is not None and around is call.checkpoint:
-            raise ValueError(several_recomputed(state.label))
+        before, call.checkpoint = call.checkpoint, self._checkpoint
+        if before is not None and before is call.checkpoint:
+            self._pass.together = True
         if call.known is None:
             self._tell_layer(call, event)
         else:
@@ -341,11 +387,11 @@ class Gates:
         """
         while True:
             digest, lines = self._done() if last else (0, tuple)
-            number, records = self._ask(Message(0, place & 0xFFFFFFFF, 0, digest), at, lines)
-            if not number:
+            asked = self._ask(Message(0, place & 0xFFFFFFFF, 0, digest), at, lines)
+            if not asked.number:
                 self._pass.compared = self._pass.compared or last
                 return
-            self._attend(number, records)
+            self._attend(asked)
 
     def _done(self) -> tuple[int, Callable[[], Sequence[str]]]:
         """What ranks compare at the end of a forward. Under `Join` they have made different
@@ -357,13 +403,17 @@ class Gates:
         digest = hash((transfers, *(state.identity for state in recorded))) % 2**64
         return digest, lambda: [first.log.summary(), *(each.name_among_ranks for each in recorded)]
 
-    def _ask(
-        self, mine: Message, at: str, lines: Callable[[], Sequence[str]] = tuple
-    ) -> tuple[int, bool]:
-        """The module that is called next, or 0, and whether its call takes part in backward."""
-        found = self._exchange(mine, at, lines)
+    def _ask(self, mine: Message, at: str, lines: Callable[[], Sequence[str]] = tuple) -> NextCall:
+        told = _TOGETHER * self._pass.together | _SAME_CHECKPOINT * self._is_same_checkpoint
+        found = self._exchange(mine._replace(flags=mine.flags | told), at, lines)
+        self._pass.together = False
         number = min((each.number for each in found if each.number), default=0)
-        return number, any(each.flags & _GRADIENTS for each in found if each.number == number)
+        flags = 0
+        for each in found:
+            flags |= each.flags if each.number == number else each.flags & ~_GRADIENTS
+        if flags & _TOGETHER:
+            self._passes.unite(self._pass.since)
+        return NextCall(number, bool(flags & _GRADIENTS), bool(flags & _SAME_CHECKPOINT))
 
     def _exchange(
         self,
@@ -397,14 +447,15 @@ class Gates:
         if not calls_here or room.tower not in self._stack[-1]:
             return method(*args, **kwargs)
         name = f"the call of {room.name!r}"
-        outer = object() if not torch.is_grad_enabled() and in_reentrant_checkpoint() else None
-        wants = torch.is_grad_enabled() or outer is not None
-        wants = wants and room.needs_gradients(args, kwargs)
+        # a checkpoint recomputes also what needs no gradient
+        wants = self._checkpoint is not None or (
+            torch.is_grad_enabled() and room.needs_gradients(args, kwargs)
+        )
         mine = Message(room.number, flags=_GRADIENTS if wants else 0)
-        while (asked := self._ask(mine, name))[0] != room.number:
-            self._attend(*asked)
-        call = self._begin(*asked)
-        call.outer = outer
+        while (asked := self._ask(mine, name)).number != room.number:
+            self._attend(asked)
+        call = self._begin(asked)
+        self._pass.together = self._checkpoint is not None
         try:
             # what nobody's backward needs has no graph
             with torch.set_grad_enabled(torch.is_grad_enabled() and call.records):
@@ -417,16 +468,17 @@ class Gates:
         finally:
             self._call = None
 
-    def _begin(self, number: int, records: bool) -> TowerCall:
-        self._call = call = TowerCall(number, records, self._known.get(number))
-        self._pass.recorded = self._pass.recorded or records
+    def _begin(self, asked: NextCall) -> TowerCall:
+        self._come_to_checkpoint(same=asked.same_checkpoint)
+        self._call = call = TowerCall(asked.number, asked.records, self._known.get(asked.number))
+        self._pass.recorded = self._pass.recorded or asked.records
         return call
 
-    def _attend(self, number: int, records: bool) -> None:
+    def _attend(self, asked: NextCall) -> None:
         """Takes part in a call that other ranks make."""
-        call = self._begin(number, records)
+        call = self._begin(asked)
         try:
-            with torch.set_grad_enabled(records):
+            with torch.set_grad_enabled(asked.records):
                 if call.known is not None:
                     self._pass_over(call, None)
                     return
@@ -434,7 +486,7 @@ class Gates:
                     event = Event(self._passes.layers[told // 2], bool(told % 2))
                     call.events.append(event)
                     self._do(call, event)
-                self._known[number] = call.events
+                self._known[asked.number] = call.events
         finally:
             self._call = None
 

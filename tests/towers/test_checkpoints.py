@@ -1,0 +1,98 @@
+"""Activation checkpoints around layers that not every rank calls."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero3
+from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.towers import PREPARED, TowersLife, check_life
+
+HIDDEN = 4
+STEPS: list[list[tuple[int, ...]]] = [[(0,), (1, 0)], [(), (1,)], [(0, 1), (1,)], [(), ()], [(1, 1), ()]]  # [step][rank]: the experts
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.experts = nn.Linear(HIDDEN, HIDDEN), nn.ModuleList(Expert() for _ in range(2))
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        for number in chosen:
+            y = y + x.sum() * self.experts[number](y)
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks, self.head, self.how = nn.ModuleList(Routed() for _ in range(4)), nn.Linear(HIDDEN, 2), how
+
+    def pair(self, first: int, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        return self.blocks[first + 1](self.blocks[first](x, chosen), chosen)
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        reentrant = "reentrant" in self.how
+        for first in (0, 2):
+            if "pairs" in self.how:
+                x = checkpoint(self.pair, first, x, chosen, use_reentrant=reentrant)
+                continue
+            for block in self.blocks[first : first + 2]:
+                x = checkpoint(block, x, chosen, use_reentrant=reentrant)
+        return self.head(x)
+
+
+def data(rank: int) -> Tensor:
+    return torch.randn(3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "pairs", "reentrant pairs"])
+def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) -> None:
+    torch.manual_seed(0)
+    plain = Model(how).double()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> dict[str, Any]:
+        model = models[group.rank]
+        zero3.shard(model, [Routed, Expert], optional=Expert, process_group=group)
+        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), 0.1)
+        for chosen in STEPS:
+            model(data(group.rank), chosen[group.rank]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in zero3.full_state_dict(model, rank0_only=False).items()}
+
+    found = run_ranks(2, body, 20)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for chosen in STEPS:
+        for rank in range(2):
+            (plain(data(rank), chosen[rank]).square().sum() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for each in found:
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(each[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("prepared", [name for name in PREPARED if "checkpoint around" in name])
+def test_ranks_in_a_checkpoint_take_part_in_calls_that_are_outside_of_it(prepared: str) -> None:
+    """Between what one rank calls in a checkpoint, another calls what it alone has; and steps in which nobody calls a tower."""
+    a, v = ("audio",), ("vision",)
+    check_life(TowersLife([[[a + a + v + v, v + a + a + v]], [[v + a + v, a + v + a]]], prepare=PREPARED[prepared]))
+    check_life(TowersLife([[[a + a, v + a, ()]], [[v + a + v, (), a]], [[(), (), ()]], [[a + v, v, v + v]]], prepare=PREPARED[prepared]))
