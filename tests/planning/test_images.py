@@ -111,6 +111,13 @@ def test_plan_without_images_names_towers_and_says_what_is_missing() -> None:
     assert "images move" in str(with_images) and "with 2 images of 64 x 64 pixels, 16 tokens each" in str(with_images)
 
 
+def test_advice_leaves_a_sequence_for_each_image_that_needs_one() -> None:
+    """At 20 tokens a sequence has room for one image of 16, so that a batch of one can't have two."""
+    roomy, tight = (plan_of("llava", sequence=length, memory="500KB") for length in (60, 20))
+    assert "--batch" in roomy.advice and not roomy.fits and not tight.fits
+    assert "--batch" not in tight.advice and tight.largest_batch == 0
+
+
 def test_plan_of_a_directory_takes_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_config("llava").save_pretrained(tmp_path)
     given = ["--ranks", "2", "--device", "cpu", "--sequence", str(LENGTH), "--batch", str(BATCH)]

@@ -120,7 +120,7 @@ def plan(
         sequence_parallel=sequence_parallel, chunked_head=chunked_head, tile=tile,
         pictures=pictures,
     )  # fmt: skip
-    if pictures is not None and pictures.length(batch) > sequence:
+    if pictures is not None and not setup.holds(batch):
         raise ValueError(
             f"sequence={sequence} is too short for {pictures.told}: with batch={batch} they take "
             f"{pictures.length(batch)} tokens of one"

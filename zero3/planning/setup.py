@@ -190,6 +190,10 @@ class Setup:
                 f"found {self.lora!r}"
             )
 
+    def holds(self, batch: int) -> bool:
+        """Whether so many sequences are long enough for the pictures."""
+        return self.pictures is None or self.pictures.length(batch) <= self.sequence
+
     @property
     def replicas(self) -> int:
         """How many ranks hold the same chunk."""
