@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/sft.py                                    a small model and chats, made here
     torchrun --nproc-per-node 8 examples/sft.py --model DIR --data chats.jsonl     your model, your chats
+    torchrun ... --model DIR --data chats.jsonl                                    with images: rows have `images`, names of files
     torchrun ... --model DIR --data DIR --lora 16 --merge                          LoRA adapters, and the model with them merged
     torchrun ... --model DIR --data DIR --lora 16 --quantize nf4                   adapters on a model in four bits (QLoRA)
     torchrun ... --model DIR --data DIR --offload /local/scratch                   more than memory holds: state in files
@@ -9,7 +10,8 @@
     torchrun ... --resume --fast-output /local/sft                                 and saves to each host's own disk, too, more often
     torchrun --nnodes 4 ...                                                        several hosts: see examples/launch/
 
-Only the answers are learned. `--model` is a Hugging Face directory with a tokenizer. Each process reads its own slices of the
+Only the answers are learned. `--model` is a Hugging Face directory with a tokenizer, or a processor
+where chats have images. Each process reads its own slices of the
 weights, so that the model needs to fit nowhere. The output has the model (or the adapters), for `from_pretrained`; loss.png; and
 checkpoints that any number of processes can go on from.
 """
@@ -40,6 +42,7 @@ try:
 
     from finetuning.chats import TEMPLATE, last_answer, load_chats, made_chats, prompts_of, small_config, small_tokenizer
     from finetuning.fast import STATE, FastCheckpoints, GoesOn, step_of
+    from finetuning.pictures import drawn_chats, small_processor, small_vision_config
 except ImportError as error:
     MISSING, SFTTrainer, TrainerCallback = error, object, object  # which `--help` does without
     GoesOn = type("GoesOn", (), {})  # a class cannot have one base twice
@@ -146,20 +149,24 @@ def training_arguments(options: argparse.Namespace, tokenizer: Any, form: str) -
     )  # fmt: skip
 
 
-def load_model(options: argparse.Namespace, device: torch.device, bf16: bool) -> Any:
-    """A sharded model. None of the processes ever holds all of one that is read from a directory."""
+def load_model(options: argparse.Namespace, device: torch.device, bf16: bool, sees: Any = None) -> Any:
+    """A sharded model. None of the processes ever holds all of one that is read from a directory. `sees`: the processor of chats with
+    images.
+    """
     low, wide = torch.bfloat16, torch.float32
     policy = zero3.ShardingPolicy(param_dtype=low, reduce_dtype=wide, output_dtype=wide) if bf16 else zero3.ShardingPolicy()
     if options.quantize is not None:
         policy = replace(policy, quantize={"nf4": zero3.NF4(), "int8": zero3.Int8()}[options.quantize])
     policy = replace(policy, offload=options.offload)
+    kind = AutoModelForCausalLM if sees is None else transformers.AutoModelForImageTextToText
     if options.model is None:
         transformers.set_seed(options.seed)
-        model = AutoModelForCausalLM.from_config(small_config(VOCABULARY))
+        config = small_config(VOCABULARY) if sees is None else small_vision_config(VOCABULARY, sees.image_token_id)
+        model = kind.from_config(config)
         return zero3.shard(add_adapters(model, options), device=device, policy=policy)
     frozen = low if bf16 and options.lora is not None else wide
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model), dtype=frozen)
+        model = kind.from_config(AutoConfig.from_pretrained(options.model), dtype=frozen)
     model = zero3.shard(add_adapters(model, options), device=device, policy=policy)
     try:
         zero3.load_pretrained(model, options.model)
@@ -188,16 +195,23 @@ def add_adapters(model: Any, options: argparse.Namespace) -> Any:
     return model
 
 
+def has_images(chats: Any) -> bool:
+    return chats is not None and "images" in chats.column_names
+
+
 def load_tokenizer(options: argparse.Namespace, chats: Dataset) -> Any:
+    """Or the processor, if the chats have images."""
+    sees = has_images(chats)
     if options.model is None:
-        return small_tokenizer(chats, VOCABULARY)
+        return (small_processor if sees else small_tokenizer)(chats, VOCABULARY)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        found = (transformers.AutoProcessor if sees else AutoTokenizer).from_pretrained(options.model)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"--model {options.model}: its tokenizer can't be loaded: {error}") from None
-    tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
+        raise SystemExit(f"--model {options.model}: its {'processor' if sees else 'tokenizer'} can't be loaded: {error}") from None
+    found.chat_template = found.chat_template or TEMPLATE
+    tokenizer = getattr(found, "tokenizer", found)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return tokenizer
+    return found
 
 
 def answers_apart(chats: Dataset, tokenizer: Any) -> tuple[Dataset, str]:
@@ -226,11 +240,14 @@ class Samples(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **others: Any) -> None:
         for prompt in self.prompts:
-            ids = processing_class.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            how = {"add_generation_prompt": True, "tokenize": True, "return_tensors": "pt", "return_dict": True}
+            ids = processing_class.apply_chat_template(prompt, **how)
             made = model.generate(**ids.to(args.device), max_new_tokens=48, do_sample=False, use_cache=True)
             answer = processing_class.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
             if state.is_world_process_zero:
-                print(f"  {prompt[-1]['content']!r} -> {answer!r}", flush=True)
+                asked = prompt[-1]["content"]
+                asked = asked if isinstance(asked, str) else " ".join(part.get("text") or f"<{part['type']}>" for part in asked)
+                print(f"  {asked!r} -> {answer!r}", flush=True)
 
 
 def draw_losses(history: list[dict[str, float]], path: Path) -> None:
@@ -251,16 +268,18 @@ def draw_losses(history: list[dict[str, float]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, *, pictures: bool = False) -> None:
+    """`pictures`: without --data, the chats that are made have some."""
     options = parse_options(arguments)
     if MISSING is not None:
         raise SystemExit(f"this example needs more than torch and zero3 ({MISSING}): pip install 'zero3[trl,examples]'")
-    chats = load_chats(options.data) if options.data is not None else made_chats()
+    made = drawn_chats if pictures else made_chats
+    chats = made() if options.data is None else load_chats(options.data)
     tokenizer = load_tokenizer(options, chats)
     chats, form = answers_apart(chats, tokenizer)
     parts = chats.train_test_split(test_size=max(1, round(options.held_out * len(chats))), seed=options.seed)
     config = training_arguments(options, tokenizer, form)  # joins the process group
-    model = load_model(options, config.device, config.bf16)
+    model = load_model(options, config.device, config.bf16, tokenizer if has_images(chats) else None)
     callbacks = [Samples(prompts_of(parts["test"], options.samples))]
     if options.patience is not None:
         callbacks.append(EarlyStoppingCallback(options.patience))

@@ -8,19 +8,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_from_disk
+from datasets import Dataset, DatasetDict, Image, List, load_from_disk
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from trl.data_utils import prepare_multimodal_messages
 
 from .data import END_OF_TEXT, train_bpe
 
 __all__ = ["TEMPLATE", "last_answer", "load_chats", "made_chats", "prompts_of", "small_config", "small_tokenizer"]
 
-# What stands between `generation` and `endgeneration` is what is learned.
+# What stands between `generation` and `endgeneration` is what is learned. A content is a text, or a list of texts and pictures.
 TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}Answer: {% generation %}{{ message['content'] + eos_token }}"
+    "{% macro said(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{% endmacro %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}Answer: {% generation %}{{ said(message['content']) + eos_token }}"
     "{% endgeneration %}\n{% else %}{{ {'user': 'Question', 'system': 'Note'}.get(message['role'], message['role']) }}: "
-    "{{ message['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
+    "{{ said(message['content']) }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
 )
 _FORMS = ("messages", "prompt and completion")
 _MESSAGES = "messages with a role and a content each, at least one of role assistant"
@@ -33,7 +36,8 @@ def load_chats(path: Path) -> Dataset:
     """Chats of a `.jsonl`, `.json` or `.parquet` file, a directory of such files, or one that `datasets` has saved.
 
     A row has `messages`, a list of `{"role", "content"}`; or `conversations`, the same, or a list of `{"from", "value"}`; or `prompt`
-    and `completion`, texts or such lists. Ends the program, saying what is expected, if it has something else.
+    and `completion`, texts or such lists; and with any of these, it may have `images`, a list of files beside the data. Ends the program,
+    saying what is expected, if it has something else.
     """
     try:
         found = _read(path)
@@ -43,17 +47,20 @@ def load_chats(path: Path) -> Dataset:
         raise SystemExit(f"--data {path}: {type(error).__name__}: {error}. Expected are jsonl or parquet files with chats") from None
     columns = set(found.column_names)
     if "conversations" in columns and "messages" not in columns:
-        found, columns = found.map(_renamed, remove_columns=found.column_names), {"messages"}
+        found, columns = found.map(_renamed, remove_columns=["conversations"]), {"messages"} | columns & {"images"}
     if not (columns >= {"messages"} or columns >= {"prompt", "completion"}) or len(found) < 2:
         raise SystemExit(
             f"--data {path}: {len(found)} rows with the columns {sorted(columns)}. Expected is {' or '.join(_FORMS)} in each, and two rows "
             "at least: one is held out"
         )
-    found = found.select_columns(["messages"] if "messages" in columns else ["prompt", "completion"])
+    found = found.select_columns([*(["messages"] if "messages" in columns else ["prompt", "completion"]), *columns & {"images"}])
+    if "images" in columns:
+        place = path if path.is_dir() else path.parent
+        found = found.map(lambda row: {"images": [str(place / each) if isinstance(each, str) else each for each in row["images"] or []]})
     for number, row in enumerate(found):
         if wrong := _wrong(row):
             raise SystemExit(f"--data {path}: row {number + 1} of {len(found)} has {wrong}")
-    return found
+    return found.cast_column("images", List(Image())) if "images" in columns else found
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +74,9 @@ def _renamed(row: dict[str, Any]) -> dict[str, Any]:
 
 def _wrong(row: dict[str, Any]) -> str:
     """What is wrong with a row; "" if nothing is."""
+    for each in row.get("images", ()):
+        if isinstance(each, str) and not Path(each).is_file():
+            return f"the image {each}, which is no file"
     if "messages" in row:
         found = row["messages"]
         wrong = not _are_messages(found) or last_answer(found) is None
@@ -123,12 +133,13 @@ def made_chats() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def prompts_of(chats: Dataset, count: int) -> list[list[dict[str, str]]]:
-    """What was asked in the first `count` chats, each up to its last answer."""
+def prompts_of(chats: Dataset, count: int) -> list[list[dict[str, Any]]]:
+    """What was asked in the first `count` chats, each up to its last answer, with its pictures."""
     found = []
     for row in chats.select(range(min(count, len(chats)))):
         asked: Any = row["messages"][: last_answer(row["messages"])] if "messages" in row else row["prompt"]
-        found.append([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
+        asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        found.append(prepare_multimodal_messages(asked, row["images"]) if "images" in row else asked)
     return found
 
 

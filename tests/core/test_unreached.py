@@ -99,16 +99,22 @@ def test_unreached_parameters_in_files(tmp_path: Path, groups: Any, use: Use, in
         assert_close(values, plain.model.state_dict(), 1e-9, "parameters")
 
 
-def test_compressed_reductions_say_which_slots_were_reached() -> None:
-    """Codes round, so that numbers differ; which have no gradient does not."""
-    plain, models = Plain(3, seldom, sgd), [net() for _ in range(3)]
+@pytest.mark.parametrize("around", [alone, kept])
+@pytest.mark.parametrize("groups", [chunks_of, apart, whole])
+def test_compressed_reductions_say_which_slots_were_reached(groups: Any, around: Any) -> None:
+    """Codes round, so that numbers differ; which have no gradient does not. Whole parameters make rows of unequal lengths, and a row
+    that holds nothing is what ranks say of slots alone.
+    """
+    plain, models = Plain(3, seldom, sgd, 2), [net() for _ in range(3)]
     policy = ShardingPolicy(reduce_format=Int8(block_size=4))
 
     def body(group: ThreadCommunicator) -> Any:
-        nothing, model, _ = train((group, policy, group.rank, 3), models[group.rank], seldom, (chunks_of, sgd), 1, alone)
-        return nothing, zero3.full_state_dict(model, rank0_only=False)
+        nothing, model, _ = train((group, policy, group.rank, 3), models[group.rank], seldom, (groups, sgd), 2, around)
+        return nothing, zero3.full_state_dict(model, rank0_only=False), [chunk.numel() for chunk in zero3.get_trainable_chunk(model)]
 
-    for nothing, values in run_ranks(3, body):
+    found = run_ranks(3, body)
+    assert (len({tuple(numels) for _, _, numels in found}) > 1) is (groups is not chunks_of)
+    for nothing, values, _ in found:
         assert nothing == plain.nothing
         for name, value in plain.model.state_dict().items():
             assert torch.allclose(values[name], value, atol=5e-2)

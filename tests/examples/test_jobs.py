@@ -61,7 +61,9 @@ def test_an_examples_first_lines_have_its_command_and_the_table_has_its_row(name
 def test_the_table_of_examples_names_files_and_options_that_exist() -> None:
     for name, options in re.findall(r"examples/(\w+\.py)([^`|\n]*)", INDEX):
         assert name in NAMES
-        sources = (EXAMPLES / name).read_text() + "".join(path.read_text() for path in (EXAMPLES / "finetuning").glob("*.py"))
+        text = (EXAMPLES / name).read_text()
+        others = [*(EXAMPLES / "finetuning").glob("*.py"), *([EXAMPLES / "sft.py"] if "\nimport sft\n" in text else [])]
+        sources = text + "".join(path.read_text() for path in others)
         assert not [option for option in re.findall(r"--[\w-]+", options) if f'"{option}"' not in sources]
 
 

@@ -106,6 +106,40 @@ def test_sft_trains_adapters_of_a_model_on_chats_of_ones_own(small: tuple[Path, 
     assert changed and all("proj" in name for name in changed)
 
 
+@pytest.mark.slow
+def test_sft_on_chats_with_images_of_ones_own(recipe: ModuleType, chats: ModuleType, tmp_path: Path) -> None:
+    """Some rows have a picture, drawn here, and others none. A tiny model that sees trains all over."""
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText
+
+    rows: list[dict[str, Any]] = [{"messages": CHAT}] * 12
+    for number in range(36):
+        color = ["red", "blue", "green"][number % 3]
+        Image.new("RGB", (40 + number, 50), color).save(tmp_path / f"{number}.png")
+        asked = [{"role": "user", "content": "Which color?"}, {"role": "assistant", "content": f"It is {color}."}]
+        rows.insert(2 * number, {"messages": asked, "images": [f"{number}.png"]})
+    read = chats.load_chats(jsonl(tmp_path / "chats.jsonl", rows))
+    assert [len(row["images"]) for row in read] == [len(row.get("images", ())) for row in rows]
+    processor = recipe.small_processor(read, 300)
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    plain = AutoModelForImageTextToText.from_config(recipe.small_vision_config(300, processor.image_token_id))
+    for each in (plain, processor):
+        each.save_pretrained(base)
+    given = ["--model", base, "--data", tmp_path / "chats.jsonl", "--lr", 1e-2]
+    before, after = held_out(printed_by_two(EXAMPLE, *FEW, *given, "--output", tuned))
+    assert after < before - 0.1
+    found = AutoModelForImageTextToText.from_pretrained(tuned)
+    changed = {name for (name, a), b in zip(found.named_parameters(), plain.parameters(), strict=True) if not a.equal(b)}
+    assert any("vision_tower" in name for name in changed) and any("language_model" in name for name in changed)
+
+
+@pytest.mark.slow
+def test_vision_chats_of_the_small_model_get_better(tmp_path: Path) -> None:
+    printed = printed_by_two(ROOT / "examples" / "vision_chats.py", *FEW, "--output", tmp_path)
+    before, after = held_out(printed)
+    assert after < before - 0.1 and "<image> What is in the picture?" in printed
+
+
 # -- what it is given
 
 
@@ -179,6 +213,10 @@ STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "null.jsonl": (lambda path: jsonl(path, [{"messages": CHAT}, {"messages": None}]), r"row 2 of 2 has the messages None\. Expected"),
     "asked.jsonl": (lambda path: jsonl(path, [{"messages": CHAT[:1]}] * 2), r"row 1 of 2 .*at least one of role assistant"),
     "silent.jsonl": (lambda path: jsonl(path, [{"messages": [CHAT[0], {"role": "assistant", "content": None}]}] * 2), r"a content each"),
+    "blind.jsonl": (
+        lambda path: jsonl(path, [{"messages": CHAT, "images": ["a.png"]}] * 2),
+        r"the image .*a.png, which is no file",
+    ),
     "half-pairs.jsonl": (lambda path: jsonl(path, [{"prompt": "a", "completion": None}] * 2), r"\('a', None\)\. Expected are two texts"),
     "empty": (lambda path: path.mkdir(), r"no jsonl, json or parquet file"),
 }

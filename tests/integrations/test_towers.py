@@ -80,3 +80,67 @@ def test_a_trainer_with_images_on_some_ranks_gives_what_one_process_gives() -> N
         assert found["towers"] == ("model.vision_tower", "model.multi_modal_projector")
         assert torch.allclose(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=1e-4)
         assert_close(found["values"], expected["values"], 1e-3, "trained")
+
+
+# -- TRL, with a processor
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}<assistant>{% generation %}{{ message.content[0].text }}<eos>"
+    "{% endgeneration %}{% else %}<user>{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def chats_with_images(side: int) -> Any:
+    """Each picture has a color of its own."""
+    from datasets import Dataset
+    from PIL import Image
+
+    from tests.support.chats import said, sums
+
+    rows = zip(PLAN, sums(len(PLAN)), strict=True)
+    picture = lambda number: Image.new("RGB", (side, side), (20 * number, 255 - 20 * number, 90))  # noqa: E731
+    return Dataset.from_list(
+        [
+            {"messages": said("user", asked) + said("assistant", answer), "images": [picture(number)] if kind == "i" else []}
+            for number, (kind, (asked, answer, _)) in enumerate(rows)
+        ]
+    )
+
+
+def sft(rank: Rank, ours: bool) -> dict[str, Any]:
+    import trl
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    from tests.integrations.test_trl import with_mixin
+    from tests.support.chats import tokenizer
+
+    with launched(rank):
+        words, model = tokenizer(), llava()
+        words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        model.config.image_token_index = model.config.image_token_id = words.convert_tokens_to_ids("<image>")
+        vision = model.config.vision_config
+        side = {"height": vision.image_size, "width": vision.image_size}
+        processor = LlavaProcessor(
+            CLIPImageProcessor(size=side, crop_size=side), words, patch_size=vision.patch_size, chat_template=TEMPLATE,
+            vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        )  # fmt: skip
+        options = {
+            "max_steps": 3, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential", "assistant_only_loss": True,
+            "per_device_train_batch_size": 2 // rank.world_size, "max_grad_norm": 0.5, "bf16": False, "max_length": None,
+        }  # fmt: skip
+        given = {"train_dataset": chats_with_images(vision.image_size), "processing_class": processor}
+        trainer = with_mixin(trl.SFTTrainer, ours)(model=model, args=arguments(rank.scratch, trl.SFTConfig, **options), **given)
+        trainer.train()
+        full = zero3.full_state_dict(model, rank0_only=False) if ours else dict(model.named_parameters())
+        values = {name: value.detach().clone() for name, value in full.items()}
+        return {"losses": logged(trainer, "loss", "grad_norm"), "values": values, "towers": zero3.report(model).towers if ours else ()}
+
+
+def test_sft_with_a_processor_and_images_on_some_ranks_gives_what_one_process_gives() -> None:
+    pytest.importorskip("trl")
+    (expected,) = on_ranks(1, sft, False, debug="OFF")
+    for found in on_ranks(2, sft, True):
+        assert found["towers"] == ("model.vision_tower", "model.multi_modal_projector")
+        assert torch.allclose(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=1e-4)
+        assert_close(found["values"], expected["values"], 1e-3, "trained")

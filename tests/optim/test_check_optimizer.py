@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,4 +232,38 @@ def test_check_optimizer_tries_the_optimizer_as_it_was_made(name: str, world_siz
         assert str(error.value).endswith(f"zero3.param_groups(model, lambda name, info: {{{remedy}}})")
 
     models = [net() for _ in range(world_size)]
+    run_ranks(world_size, body)
+
+
+# -- a step in which no gradient reaches a parameter
+
+
+class Decaying(optim.Optimizer):
+    """Without a gradient a parameter decays all the same, or is an error."""
+
+    def __init__(self, parameters: Any, strict: bool = False) -> None:
+        super().__init__(parameters, {"strict": strict})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None and group["strict"]:
+                    raise KeyError("every parameter needs a gradient")
+                p.mul_(0.9).sub_(0 if p.grad is None else 0.1 * p.grad)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_that_changes_what_no_gradient_reached_is_refused(world_size: int, strict: bool) -> None:
+    """One that needs every gradient raises on an unsharded model, too: it is as there."""
+    models = [net() for _ in range(world_size)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group if world_size > 1 else None)
+        optimizer = Decaying(zero3.get_trainable_chunk(model), strict)
+        said = "Decaying.* does more than treat each element by itself.* a step differs in which no gradient reaches one of the parameters"
+        with nullcontext() if strict else pytest.raises(ValueError, match=said):
+            zero3.check_optimizer(model, optimizer)
+
     run_ranks(world_size, body)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support import unreached
 from tests.support.live import LiveBytes
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from tests.support.reference import assert_close
@@ -360,3 +361,42 @@ def test_ranks_at_different_points_are_told() -> None:
 
     for text in try_on_three(differ):
         assert "ranks have come apart: 1 in forward and 1 in backward" in text
+
+
+# -- parameters that no gradient reached
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 1), (1, 4, 4), (0, 2, 4)], ids=str)
+@pytest.mark.parametrize("make", [unreached.adamw, unreached.sgd])
+def test_joinable_leaves_alone_what_no_rank_with_data_has_reached(make: unreached.Make, lengths: tuple[int, ...]) -> None:
+    """The last rank alone reaches some: they decay no more when it is out of data. One without data from the first step on steps as
+    the others do.
+    """
+    torch.manual_seed(0)
+    reference, models, ranks = unreached.net(), [unreached.net() for _ in lengths], len(lengths)
+    optimizer = make(reference.parameters())
+    for step in range(max(lengths)):
+        with_data = [rank for rank in range(ranks) if lengths[rank] > step]
+        for rank in with_data:
+            loss = unreached.loss_of(reference, list(reference.blocks), unreached.seldom, (step, 0, rank, ranks))
+            (loss / len(with_data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(group: ThreadCommunicator) -> Any:
+        model, modules = models[group.rank], list(models[group.rank].blocks)
+        zero3.shard(model, unreached.Block, process_group=group)
+        optimizer = make(zero3.get_trainable_chunk(model))
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with joined_threads(group, model, update) as joined:
+            for step in range(lengths[group.rank]):
+                unreached.loss_of(model, modules, unreached.seldom, (step, 0, group.rank, ranks)).backward()
+                joined.step()
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    for values in run_ranks(ranks, body, 20):
+        assert_close(values, reference.state_dict(), 1e-9, "parameters")

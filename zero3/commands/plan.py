@@ -145,6 +145,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tile", type=int, metavar="N", help="tokens that a block's inner maps compute at a time"
     )
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=0,
+        metavar="N",
+        help="pictures in a rank's micro-batch; their tokens are a part of the sequences",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        metavar="PIXELS",
+        help="the side of each picture (the configuration's, or 1024 where it is free)",
+    )
     parser.add_argument("--mesh", metavar="RxS", help="replicas x ranks that share the model")
     parser.add_argument(
         "--rank",
@@ -224,6 +237,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         sequence_parallel=options.sp,
         chunked_head=options.chunked_head,
         tile=options.tile,
+        images=options.images,
+        image_size=options.image_size,
     )
 
 

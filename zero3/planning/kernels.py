@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__: list[str] = []
 
+_ATEN = torch.ops.aten
 _FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 _EFFICIENT_CUDA = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -70,6 +72,34 @@ class DeviceKernels(TorchFunctionMode):
                 mask.logical_not(), float("-inf")
             )
         return self._run(kernel, asked._replace(attn_mask=mask))
+
+
+def with_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operation in which some tensors have values and others are on the meta device. What meets
+    one without has none any more. There is one device, so nothing moves.
+    """
+    if func.overloadpacket is _ATEN._to_copy and kwargs.get("device") not in (None, args[0].device):
+        dtype = kwargs.get("dtype") or args[0].dtype
+        return _ATEN.alias(args[0]) if dtype == args[0].dtype else func(args[0], dtype=dtype)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if len({leaf.is_meta for leaf in tensors if leaf.dim()}) < 2:  # all have values, or none has
+        return func(*args, **kwargs)
+    if func.overloadpacket in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_):
+        places = [place for index in args[1] for place in _places(index)]
+        args = (args[0], places, *args[2:])
+    args, kwargs = tree_map(_without_values, (tuple(args), dict(kwargs)))
+    return func(*args, **kwargs)
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """The places that are true in a mask."""
+    mask = index is not None and index.dtype == torch.bool and not index.is_meta
+    return index.nonzero().unbind(1) if index is not None and mask else [index]
+
+
+def _without_values(leaf: Any) -> Any:
+    here = isinstance(leaf, Tensor) and leaf.dim() and not leaf.is_meta
+    return torch.empty_like(leaf, device="meta") if here else leaf
 
 
 class _Attention(NamedTuple):

@@ -80,10 +80,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._totals: Counter[str] = Counter()
         self.moments: list[Moment] = []
         self._ran: Callable[..., None] = lambda *_: None
+        self._compute: Callable[..., Any] = lambda func, args, kwargs: func(*args, **kwargs)
 
     def observed_by(self, ran: Callable[..., None]) -> None:
         """Each operation is told, with its arguments and its result."""
         self._ran = ran
+
+    def computed_by(self, compute: Callable[..., Any]) -> None:
+        """`compute` makes each operation's result, of the function and its arguments."""
+        self._compute = compute
 
     def begin_anew(self) -> None:
         """Forgets the moments, not what is held."""
@@ -101,7 +106,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = (
             None
             if func.__name__.startswith("_fused_") and "_." in func.__name__
-            else func(*args, **(kwargs or {}))
+            else self._compute(func, args, kwargs or {})
         )
         self._clock += 1
         for leaf in tree_leaves(result):

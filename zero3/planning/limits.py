@@ -53,9 +53,10 @@ def largest(peak: Callable[[int], int], room: int, first: int = 1) -> int:
 
 def largest_batch(trace: Trace, setup: Setup, room: int) -> int:
     """The most sequences a micro-batch may have."""
-    return largest(
+    found = largest(
         lambda batch: trace.peak(batch, setup.sequence, setup.accumulation), room, setup.batch
     )
+    return found if found and setup.holds(found) else 0
 
 
 def largest_sequence(trace: Trace, setup: Setup, room: int, block: int = 128) -> int:
@@ -131,7 +132,11 @@ def _checkpoints(setup: Setup) -> list[Change]:
 def _smaller_batches(setup: Setup) -> list[Change]:
     return [
         Change((), setup),
-        *([Change(("--batch", "1"), setup.but(batch=1))] if setup.batch > 1 else []),
+        *(
+            [Change(("--batch", "1"), setup.but(batch=1))]
+            if setup.batch > 1 and setup.holds(1)
+            else []
+        ),
     ]
 
 

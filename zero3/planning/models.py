@@ -21,14 +21,19 @@ from ..guards.module_overrides import Override
 from ..quantized.configured import configured_in
 from ..sequences.causal_lm import causal_lm_loss
 from ..sequences.tiles import Tiled
+from .pictures import words_alone
 
 __all__: list[str] = []
 
 Source = nn.Module | str | PathLike[str]
+Inputs = Callable[[int, int], dict[str, Any]]
 
 
-def on_paper(source: Source, master_dtype: torch.dtype | None = None) -> nn.Module:
+def on_paper(
+    source: Source, master_dtype: torch.dtype | None = None, *, sees: bool = False
+) -> nn.Module:
     """The model with every tensor on the meta device. A model at hand is copied, and not changed.
+    `sees`: of a directory, a class that takes images.
 
     Raises:
         FileNotFoundError: The directory has no config.json.
@@ -54,7 +59,7 @@ def on_paper(source: Source, master_dtype: torch.dtype | None = None) -> nn.Modu
             )
         model = _without_values(source)
     else:
-        model = _from_config(Path(fspath(source)), master_dtype)
+        model = _from_config(Path(fspath(source)), master_dtype, sees)
     if master_dtype is not None:
         model.to(master_dtype)
     if getattr(model, "config", None) is None:
@@ -76,7 +81,7 @@ def _without_values(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, tensors)
 
 
-def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
+def _from_config(directory: Path, dtype: torch.dtype | None, sees: bool) -> nn.Module:
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(
             f"{directory} has no config.json: expected a directory of a Hugging Face model, with "
@@ -92,6 +97,9 @@ def _from_config(directory: Path, dtype: torch.dtype | None) -> nn.Module:
         kind = (
             transformers.AutoModelForSeq2SeqLM
             if config.is_encoder_decoder
+            else transformers.AutoModelForImageTextToText
+            if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            and (sees or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
             else transformers.AutoModelForCausalLM
         )
         with torch.device("meta"):
@@ -161,12 +169,12 @@ def _with_adapters(model: nn.Module, lora: Any) -> nn.Module:
     return adapted
 
 
-def unplanned(model: nn.Module, layers: list[str]) -> str:
-    """In words, what a micro-batch of text leaves out of a model that takes more. `layers`: those
-    that it has not reached.
+def unplanned(model: nn.Module, layers: list[str], *, images: bool) -> str:
+    """In words, what a micro-batch leaves out of a model that takes more than text. `layers`: those
+    that it has not reached. `images`: it has some.
     """
     config = getattr(model, "config", None)
-    kinds = {"vision_config": "images", "audio_config": "sound"}
+    kinds = {"audio_config": "sound"} | ({} if images else {"vision_config": "images"})
     without = " and ".join(
         kind for name, kind in kinds.items() if getattr(config, name, None) is not None
     )
@@ -175,7 +183,8 @@ def unplanned(model: nn.Module, layers: list[str]) -> str:
     of = f" of {len(layers)} layers ({layers[0]} to {layers[-1]})" if layers else ""
     return (
         f"without {without or 'what more it takes than text'}: the parameters{of} are "
-        "counted, their activations are not"
+        "counted, their activations and the optimizer's state of them are not"
+        + (" (images= and --images plan with images)" if "images" in without else "")
     )
 
 
@@ -194,10 +203,12 @@ def output_embeddings_of(model: nn.Module) -> Any:
     )
 
 
-def chunked_loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
+def chunked_loss_of(
+    model: nn.Module, batch: int, sequence: int, inputs: Inputs = words_alone
+) -> Tensor:
     """The same without logits."""
-    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
-    return causal_lm_loss(model, reduction="sum", input_ids=ids, shift_labels=ids)
+    given = inputs(batch, sequence)
+    return causal_lm_loss(model, reduction="sum", shift_labels=_labels(given["input_ids"]), **given)
 
 
 def tile_blocks(model: nn.Module, length: int, join: Callable[..., Tensor]) -> None:
@@ -219,11 +230,13 @@ def tile_blocks(model: nn.Module, length: int, join: Callable[..., Tensor]) -> N
         Override(module, "forward", Tiled(length, join))
 
 
-def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
-    """The loss of one micro-batch of token numbers, as a trainer computes it."""
-    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+def loss_of(model: nn.Module, batch: int, sequence: int, inputs: Inputs = words_alone) -> Tensor:
+    """The loss of one micro-batch, as a trainer computes it. `inputs`: what the model is called
+    with.
+    """
+    given = inputs(batch, sequence)
     try:
-        loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss: Tensor = model(labels=_labels(given["input_ids"]), use_cache=False, **given).loss
     except RuntimeError as error:
         if "unknown device type for autocast" not in str(error):
             raise
@@ -233,3 +246,7 @@ def loss_of(model: nn.Module, batch: int, sequence: int) -> Tensor:
             "transformers"
         ) from error
     return loss
+
+
+def _labels(ids: Tensor) -> Tensor:
+    return ids if ids.is_meta else torch.empty_like(ids, device="meta")

@@ -11,6 +11,7 @@ from . import limits
 from .choosing import advised, roomier
 from .cluster import Cluster
 from .models import Source, on_paper, unplanned
+from .pictures import pictures_for
 from .result import Plan
 from .setup import Setup
 from .trace import OptimizerClass, peak_of
@@ -39,6 +40,8 @@ def plan(
     sequence_parallel: int = 1,
     chunked_head: bool = False,
     tile: int | None = None,
+    images: int = 0,
+    image_size: int | None = None,
 ) -> Plan:
     """Tells what a training step of a Hugging Face model will hold on each rank, before anything is
     loaded or bought. While it works, a line on the terminal says what is tried.
@@ -80,6 +83,10 @@ def plan(
             so that a rank has a part of the activations. The head is then computed by chunks.
         chunked_head: The loss is that of `causal_lm_loss`, without logits.
         tile: Each block's inner maps compute so many tokens at a time (`tile`).
+        images: Pictures in a rank's micro-batch, of a model that takes some. The tokens that stand
+            for them are a part of the sequences. 0: text alone.
+        image_size: The side of each picture, a square, in pixels. None: what the model's
+            configuration says, or 1024 where it takes any.
 
     Returns:
         A `Plan`.
@@ -102,14 +109,22 @@ def plan(
     if not isinstance(cluster, Cluster | None):
         raise TypeError(f"cluster must be a zero3.Cluster or None, found {type(cluster).__name__}")
     room = None if memory is None else parse_bytes(memory, "memory")
+    source = on_paper(model_or_directory, master_dtype, sees=bool(images))
+    pictures = pictures_for(source, images, image_size)
     setup = Setup(
-        source=on_paper(model_or_directory, master_dtype), ranks=ranks, batch=batch,
+        source=source, ranks=ranks, batch=batch,
         sequence=sequence, policy=policy,
         checkpointing=checkpointing, optimizer=optimizer, accumulation=accumulation, lora=lora,
         device=device,
         mesh=mesh, rank=rank, master_dtype=master_dtype,
         sequence_parallel=sequence_parallel, chunked_head=chunked_head, tile=tile,
+        pictures=pictures,
     )  # fmt: skip
+    if pictures is not None and not setup.holds(batch):
+        raise ValueError(
+            f"sequence={sequence} is too short for {pictures.told}: with batch={batch} they take "
+            f"{pictures.length(batch)} tokens of one"
+        )
     with setup.tell.until_over():
         return _planned(setup, room, cluster, "" if memory is None else meant(memory))
 
@@ -126,6 +141,7 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
         for kernel, count in trace.kernels.attention.items()
     }
     seconds = None if cluster is None else setup.seconds(trace, cluster)
+    towers = setup.towers(trace)
     fits = batch = sequence = advised_bytes = None
     advice: tuple[str, ...] = ()
     policy = setup.policy
@@ -158,5 +174,6 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
         attention=attention, parameters=trace.parameters, trainable=trace.trainable,
         moments=tuple(moments), setup=setup, cluster=cluster,
         after_forward=after_forward, offloaded_bytes=offloaded, memory_meant=memory_meant,
-        unplanned=unplanned(setup.source, trace.unreached), dtypes=trace.dtypes,
+        unplanned=unplanned(setup.source, trace.unreached, images=setup.pictures is not None),
+        dtypes=trace.dtypes, towers=towers,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from ..tables import table
 from .cluster import Cluster
 from .ledger import CAUSES, Moment
 from .picture import draw
-from .setup import Setup
+from .setup import Setup, Towers
 from .trace import peak_of
 from .units import gib
 from .watching import Watch
@@ -86,6 +86,8 @@ class Plan:
             sound. Empty: nothing.
         dtypes: The dtypes or formats of `masters` (what the optimizer updates), of what is
             `frozen`, of `compute`, and of the `reduction` of gradients.
+        towers: What not every rank calls: its `names`, its `layers`, and what they move
+            (`text_exchanges`, `exchanges`, `image_bytes`). None: the model has no towers.
         moments: A `Moment` for each part of the step, in order: what a rank holds in it at most.
         setup: What was planned: the model without values, and the arguments.
         cluster: The cluster that was given.
@@ -111,6 +113,7 @@ class Plan:
     memory_meant: str
     unplanned: str
     dtypes: Mapping[str, str]
+    towers: Towers | None
     moments: tuple[Moment, ...] = field(repr=False)
     setup: Any = field(repr=False)
     cluster: Cluster | None = field(repr=False)
@@ -129,6 +132,7 @@ class Plan:
             "after_forward": self.after_forward, "offloaded_bytes": self.offloaded_bytes,
             "memory_meant": self.memory_meant, "unplanned": self.unplanned, "dtypes":
             dict(self.dtypes),
+            "towers": None if self.towers is None else self.towers._asdict(),
         }  # fmt: skip
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
@@ -252,9 +256,10 @@ def _title(plan: Plan, setup: Setup) -> str:
     mesh = "" if setup.mesh is None else f" ({setup.mesh[0]} replicas of {setup.mesh[1]} shards)"
     if setup.sequence_parallel > 1:
         mesh += f", parts of sequences over {setup.sequence_parallel} ranks"
+    seen = "" if setup.pictures is None else f" with {setup.pictures.told}"
     return (
         f"{plan.parameters:,} parameters, {train}; rank {setup.rank} of {setup.ranks}{mesh} on "
-        f"{setup.device}; a micro-batch is {setup.batch} x {setup.sequence} tokens{micro}"
+        f"{setup.device}; a micro-batch is {setup.batch} x {setup.sequence} tokens{seen}{micro}"
     )
 
 
@@ -285,6 +290,7 @@ def _rows(plan: Plan, setup: Setup) -> list[_Row]:
                 f"rests in {where}: chunks, gradients, the optimizer's state",
             )
         )
+    lines += _of_towers(plan.towers)
     if plan.unplanned:
         lines.append(_row("not planned", plan.unplanned))
     lines += _fitting(plan)
@@ -313,6 +319,17 @@ def _rows(plan: Plan, setup: Setup) -> list[_Row]:
                 "a step", "not known", "plans do not know how fast what is offloaded comes and goes"
             )
         )
+    return lines
+
+
+def _of_towers(towers: Towers | None) -> list[_Row]:
+    if towers is None:
+        return []
+    moves = f"text on all ranks moves none of them, in {towers.text_exchanges} exchanges at gates"
+    lines = [_row("towers", f"{towers.layers} layers", f"{', '.join(towers.names)}: {moves}")]
+    if towers.image_bytes is not None:
+        more = f"more to each rank if any has these images, in {towers.exchanges} exchanges"
+        lines.append(_row("images move", gib(towers.image_bytes), f"{more}, a micro-batch"))
     return lines
 
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..build.selecting import formats_of
 from ..core.parameters import find_parameters
+from ..layer import states_in
 from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
 from ..quantized.formats import NF4
+from ..towers.entering import towers_of
 from .alike import Alike
 from .cluster import Cluster, replay
 from .models import chunked_loss_of, loss_of, on_paper, prepare, tile_blocks
+from .pictures import Pictures
 from .trace import STEADY, OptimizerClass, Trace, repeated
 
 __all__: list[str] = []
@@ -88,6 +92,26 @@ class Telling:
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
 
+class Towers(NamedTuple):
+    """What not every rank calls.
+
+    Attributes:
+        names: Those of the towers.
+        layers: How many layers they have.
+        text_exchanges: What ranks tell each other at gates, in a micro-batch of text on all ranks:
+            so often, in 16 bytes. No byte of a tower moves.
+        exchanges: The same where a rank has the plan's images. None without `images`.
+        image_bytes: The bytes that then come to each rank more than with text on all, gathered
+            layers and gradients. None without `images`.
+    """
+
+    names: tuple[str, ...]
+    layers: int
+    text_exchanges: int
+    exchanges: int | None
+    image_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """A model and how it is trained. Values are checked when it is made."""
@@ -109,6 +133,7 @@ class Setup:
     sequence_parallel: int = 1  # the ranks that hold parts of the same sequences
     chunked_head: bool = False
     tile: int | None = None
+    pictures: Pictures | None = None
     tell: Telling = field(default_factory=Telling, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +190,10 @@ class Setup:
                 f"found {self.lora!r}"
             )
 
+    def holds(self, batch: int) -> bool:
+        """Whether so many sequences are long enough for the pictures."""
+        return self.pictures is None or self.pictures.length(batch) <= self.sequence
+
     @property
     def replicas(self) -> int:
         """How many ranks hold the same chunk."""
@@ -201,13 +230,31 @@ class Setup:
         alike = Alike()
         if self.tile is not None:
             tile_blocks(model, self.tile, alike.join)
-        chunked = self.chunked_head or self.sequence_parallel > 1
         return Trace(
             model, ranks=self.ranks, policy=self.policy, device=self.device,
             optimizer=self.optimizer, rank=self.rank,
             replicas=self.replicas, parts=self.sequence_parallel, alike=alike,
-            loss=chunked_loss_of if chunked else loss_of, tell=self.tell,
+            loss=self._loss(), has_values=self.pictures is not None, tell=self.tell,
         )  # fmt: skip
+
+    def _loss(self, *, text: bool = False) -> Callable[[nn.Module, int, int], Tensor]:
+        """Of a micro-batch. `text`: without pictures."""
+        made = chunked_loss_of if self.chunked_head or self.sequence_parallel > 1 else loss_of
+        seen = None if text else self.pictures
+        return made if seen is None else partial(made, inputs=seen.with_words)
+
+    def towers(self, trace: Trace) -> Towers | None:
+        """Those of the model, and what they move. None: it has none."""
+        names = towers_of(trace.model)
+        if not names:
+            return None
+        layers = sum(len(states_in(trace.model.get_submodule(name))) for name in names)
+        sizes = self.batch, self.sequence
+        text, exchanges = trace.moved(partial(self._loss(text=True), trace.model), *sizes)
+        if self.pictures is None:
+            return Towers(names, layers, exchanges, None, None)
+        seen, more = trace.moved(partial(self._loss(), trace.model), *sizes)
+        return Towers(names, layers, exchanges, more, seen - text)
 
     def seconds(self, trace: Trace, cluster: Cluster) -> float | None:
         """The time of a step of `trace` on `cluster`. None: chunks rest elsewhere, and how fast

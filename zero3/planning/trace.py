@@ -26,9 +26,10 @@ from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy, gradient_dtype
 from ..shard import shard
+from ..towers.gates import Gate
 from .absent import AbsentRanks, Awaited, Issued, SharingRanks
 from .alike import Alike
-from .kernels import DeviceKernels, backward, fused_on_meta
+from .kernels import DeviceKernels, backward, fused_on_meta, with_values
 from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
 from .models import loss_of, vocabulary_of
 from .resting import step_by_turns
@@ -66,14 +67,18 @@ class Trace:
         layers: Layers = None,
         alike: Alike | None = None,
         loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
+        has_values: bool = False,
         accumulating: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
         tell: Callable[[str], object] = _ignore,
     ) -> None:
-        """`alike`: what the model's tiles leave out. `accumulating`: around all micro-batches of a
-        step but the last. `tell`: hears of each step.
+        """`alike`: what the model's tiles leave out. `has_values`: whether what the model is called
+        with has. `accumulating`: around all micro-batches of a step but the last. `tell`: hears of
+        each step.
         """
         self.kernels = DeviceKernels(device)
         self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
+        if has_values:
+            self.ledger.computed_by(with_values)
         kind = AbsentRanks if parts == 1 else partial(SharingRanks, parts=parts)
         self.ranks = kind(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
         self.ranks.count_as(
@@ -84,7 +89,7 @@ class Trace:
         self.trainable = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        with self._counting(), self.ledger.because("chunks"), _without_advice():
+        with self._counting(), self.ledger.because("chunks"):
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
@@ -226,6 +231,21 @@ class Trace:
             self.ranks.observed_by(_ignore)
         return found
 
+    def moved(
+        self, loss: Callable[[int, int], Tensor], batch: int, sequence: int
+    ) -> tuple[int, int]:
+        """The bytes that come to this rank in a step of one micro-batch, whose `loss` is another,
+        and the exchanges at gates.
+        """
+        given, before = self._loss, self._observer.exchanges
+        self._loss = loss
+        try:
+            (events,) = self.micro_batches(batch, sequence, 1)
+        finally:
+            self._loss = given
+        nbytes = sum(event.nbytes for event in events if isinstance(event, Issued))
+        return nbytes, self._observer.exchanges - before
+
     def _step(self, batch: int, sequence: int, micro_batches: int) -> None:
         self._tell(f"a step, micro-batches of {batch} x {sequence} tokens")
         self.ledger.begin("", "beginning of forward")
@@ -243,6 +263,7 @@ class Trace:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(_without_advice())
             stack.enter_context(self.ledger)
             stack.enter_context(self.kernels)
             yield
@@ -275,6 +296,7 @@ class _Observer:
 
     def __init__(self, ledger: Ledger, states: Sequence[LayerState]) -> None:
         self._ledger, self._accounts = ledger, accounts_of(states)
+        self.exchanges = 0  # at gates
         self.stepped = False  # whether the optimizer has, since the last micro-batch
         self.reached = {id(states[0])}  # the states of layers that were fetched, and the root's
 
@@ -298,6 +320,7 @@ class _Observer:
         for account in self._accounts:
             for tensor in account.held:
                 self._ledger.claim(tensor, "gradients")
+        self.exchanges += isinstance(what, Gate)
         if isinstance(what, Fetch):
             self.reached.add(id(what.layer))
             phase = "backward" if inside_backward() else "forward"
@@ -399,9 +422,7 @@ def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """What the log says of a model that is sharded is for those who train it, and plans shard
-    many.
-    """
+    """What the log says of a model is for those who train it, and plans shard many."""
     log, nothing = logging.getLogger("zero3"), lambda record: False
     log.addFilter(nothing)
     try:
