@@ -71,6 +71,25 @@ def test_models_train_as_plain(name: str, implementation: str) -> None:
     run_ranks(2, body)
 
 
+def test_ranks_generate_at_their_own_pace_inside_of_resident_and_in_step_outside() -> None:
+    models = [[made("Qwen3Moe").eval() for _ in range(2)] for _ in range(2)]
+
+    def body(group: Any) -> None:
+        plain, model = models[group.rank]
+        zero3.shard(model, policy=HOME, process_group=group)
+
+        def same(prompt: int, more: int) -> None:
+            ids, options = batch(prompt, 3)["input_ids"], {"max_new_tokens": more, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+        same(group.rank, 3)
+        with zero3.resident(model):
+            for _ in range(1 + group.rank):
+                same(group.rank, 2 + group.rank)
+
+    run_ranks(2, body)
+
+
 def test_files_are_read_and_written_expert_by_expert(tmp_path: Path) -> None:
     made("Qwen3Moe").save_pretrained(tmp_path / "plain")
     plain = made("Qwen3Moe")

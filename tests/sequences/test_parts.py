@@ -318,6 +318,30 @@ def test_an_attention_of_the_registry_sees_its_own_name() -> None:
     assert {name for name, *_ in names} == {"mine"} and len(names) == 2 * 2 * 2
 
 
+def test_an_attention_that_is_registered_after_the_model_was_sharded_is_called() -> None:
+    """In the place of the one before; under another name, nobody exchanges."""
+    calls = []
+
+    def later(module: Any, *args: Any, **kw: Any) -> Any:
+        calls.append(module.config._attn_implementation)
+        return t.AttentionInterface()["sdpa"](module, *args, **kw)
+
+    def body(group: Any) -> None:
+        model = zero3.shard(models[group.rank], process_group=group)
+        group.exchange(b"", torch.device("cpu"))
+        t.AttentionInterface.register("changing", later)
+        model(**part_of(model))
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match="self_attn.*attend"):
+            model(**part_of(model))
+
+    for registry in (t.AttentionInterface, t.AttentionMaskInterface):
+        registry.register("changing", registry()["sdpa"])
+    models = [made(attention="changing") for _ in range(2)]
+    run_parts(1, 2, body)
+    assert calls == ["changing"] * 2 * 2
+
+
 def test_a_batch_that_was_cut_is_refused_inside_of_resident() -> None:
     def call(mine: Any, group: Any) -> None:
         part = part_of(mine)
