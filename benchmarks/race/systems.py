@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class Training:
     model: nn.Module
     parameters: list[nn.Parameter]
     clip: Callable[[], Any]
-    around: AbstractContextManager[Any] = nullcontext()  # a forward
+    around: AbstractContextManager[Any] = field(default_factory=nullcontext)  # a forward
 
 
 TILE = 4096  # tokens

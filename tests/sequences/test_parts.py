@@ -332,7 +332,7 @@ def test_an_attention_that_is_registered_after_the_model_was_sharded_is_called()
         t.AttentionInterface.register("changing", later)
         model(**part_of(model))
         model.set_attn_implementation("sdpa")
-        with pytest.raises(RuntimeError, match="self_attn.*attend"):
+        with pytest.raises(RuntimeError, match=r"self_attn.*attend"):
             model(**part_of(model))
 
     for registry in (t.AttentionInterface, t.AttentionMaskInterface):
