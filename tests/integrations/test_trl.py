@@ -74,10 +74,11 @@ def test_sft_whose_ranks_share_sequences_gives_what_one_process_gives() -> None:
 
 
 def dpo_in_parts(rank: Rank) -> None:
-    with launched(rank), pytest.raises(ValueError, match="sequence_parallel=2: DPOTrainer needs whole sequences"):
+    with launched(rank):
         chosen = arguments(rank.scratch, trl.DPOConfig, **PLAIN, max_length=64)
         data = {"train_dataset": preferences(4), "processing_class": tokenizer()}
-        with_mixin(trl.DPOTrainer, True)(model=model(), ref_model=model(), args=chosen, sequence_parallel=2, **data)
+        with pytest.raises(ValueError, match="sequence_parallel=2: DPOTrainer needs whole sequences"):
+            with_mixin(trl.DPOTrainer, True)(model=model(), ref_model=model(), args=chosen, sequence_parallel=2, **data)
 
 
 def test_trainers_that_need_whole_sequences_refuse_parts() -> None:
