@@ -112,8 +112,10 @@ def refuse_ulysses(model: nn.Module) -> None:
     Raises:
         ValueError: DeepSpeed has replaced the model's attention in transformers' registry.
     """
-    asked = getattr(getattr(model, "config", None), "get_text_config", None)
-    name = getattr(asked() if callable(asked) else None, "_attn_implementation", None)
+    try:
+        name = model.config.get_text_config()._attn_implementation  # type: ignore[operator,union-attr]
+    except AttributeError:  # no model of transformers'
+        return
     library = sys.modules.get("transformers.modeling_utils")
     registry = getattr(library, "ALL_ATTENTION_FUNCTIONS", {})
     if (getattr(registry.get(name), "__module__", None) or "").startswith("deepspeed."):
