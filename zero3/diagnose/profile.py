@@ -249,7 +249,9 @@ class _Recorder:
             for layer, rows in self._rows.items()
             if any(rows)
         }
-        result.loads |= {layer: self._came[layer] / sum(self._rows[layer]) for layer in busiest}
+        result.loads.update(
+            {layer: self._came[layer] / sum(self._rows[layer]) for layer in busiest}
+        )
         result.gates.extend(self.gates)
         result._finish(at(self._stop), spans, transfers, prefetch_depth, busiest)
 
