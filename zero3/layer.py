@@ -41,7 +41,7 @@ from .guards.module_overrides import (
     refuse_load_state_dict,
     refuse_state_dict,
 )
-from .guards.wrappers import ATTENTION, refuse_context_parallel, refuse_wrappers
+from .guards.wrappers import ATTENTION, refuse_context_parallel, refuse_ulysses, refuse_wrappers
 from .policy import ShardingPolicy, unlike
 from .stages.dynamic import DynamicOrder
 
@@ -431,6 +431,8 @@ class _RootEntry:
             return forward(*args, **kwargs)
         if functional.scaled_dot_product_attention is not ATTENTION:
             refuse_context_parallel()
+        if "deepspeed" in sys.modules:
+            refuse_ulysses(module)
         return run_sharded(runtime, root, module, forward, args, kwargs)
 
 

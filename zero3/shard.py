@@ -37,10 +37,10 @@ from .core.sites import ParameterSites
 from .guards.compiled import check_compiled
 from .guards.module_overrides import Override, guard, refuse_merges
 from .guards.unshardable import check_parameters
+from .guards.wrappers import refuse_ulysses
 from .layer import Zero3Layer, adopt, enter_root, is_layer, layers_of, put
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
-from .sequences.attention import refuse_ulysses
 from .sequences.dividing import check_dividable, divide_sequences
 from .towers.choosing import Optional, choose_towers
 from .towers.entering import own_layers, put_gates

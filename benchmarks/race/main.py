@@ -24,11 +24,12 @@ from benchmarks.race import validate
 from benchmarks.race.lanes import draw, trace_events
 from benchmarks.race.machines import H100_500W
 from benchmarks.race.models import SHAPES
-from benchmarks.race.runs import Run, kept
+from benchmarks.race.runs import LONG, Run, kept
 from benchmarks.race.tables import AT_HOME, MAIN, OTHERS, OURS, RIVALS, SIMULATED, SYSTEMS, Results, ahead, comparison, per_cell
 from tests.device.clock import HOSTS, Clocks
 
 HERE = Path(__file__).parent
+AT_LEAST = 1 << 17  # tokens of a sequence that ranks share
 
 
 def cells(models: Iterable[str], ranks: Iterable[int], batches: Iterable[str], checkpointing: Iterable[str]) -> list[Run]:
@@ -43,9 +44,11 @@ def _sizes(batch: str) -> tuple[int, int]:
 
 def entered(of: list[Run]) -> Iterator[tuple[Run, str]]:
     """Who runs where: zero3 and FSDP2 everywhere, the others beside them in the cells of the first model and number of ranks. Experts stay
-    at home where each rank has some."""
+    at home where each rank has some; ranks share long sequences alone."""
     for cell in of:
         for name, (_, chosen) in SYSTEMS.items():
+            if LONG in chosen and cell.sequence < AT_LEAST:
+                continue
             if AT_HOME in chosen and SHAPES[cell.model].experts < cell.ranks:
                 continue
             if name not in OTHERS or (cell.model, cell.ranks) == (of[0].model, of[0].ranks):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import zero3
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class Attention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.q, self.k, self.v))
         q, k = rotated(q, turns), rotated(k, turns)
         k, v = (self._repeated(each).transpose(1, 2) for each in (k, v))
-        found = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
+        causal = partial(functional.scaled_dot_product_attention, is_causal=True)
+        found = zero3.attend(causal, q.transpose(1, 2), k, v)  # where ranks hold whole sequences, a plain call
         return self.o(found.transpose(1, 2).contiguous().flatten(2))
 
     def _repeated(self, x: Tensor) -> Tensor:
@@ -143,8 +147,10 @@ class Readout(nn.Module):
         super().__init__()
         self.norm, self.logits = Norm(shape.width), nn.Linear(shape.width, shape.words, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.norm(x))
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return self.logits(self.norm(x))
+        return zero3.linear_cross_entropy(self.norm(x), self.logits, labels, reduction="sum")
 
 
 class Model(nn.Module):
@@ -156,11 +162,12 @@ class Model(nn.Module):
         self.readout = Readout(shape)
         self.register_buffer("turns", torch.empty(sequence, shape.width // shape.heads // 2, dtype=torch.complex64), persistent=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The logits; with labels the sum of the losses."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, self.turns)
-        return self.readout(x)
+        return self.readout(x, labels)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor  # isort: skip
 
 from benchmarks.race.machines import LINKS, MACHINES, with_link  # isort: skip
 from benchmarks.race.models import loss_of, model_of  # isort: skip
-from benchmarks.race.runs import Run  # isort: skip
+import zero3  # isort: skip
+from benchmarks.race.runs import LONG, Run  # isort: skip
 from benchmarks.race.systems import SYSTEMS, Training  # isort: skip
 from tests.device.caching import UNIT  # isort: skip
 from tests.device.clock import HOSTS, Clocks, Step  # isort: skip
@@ -62,16 +63,22 @@ def _by_appearance(log: list[Any]) -> list[Any]:
 
 
 def _step(training: Training, optimizer: torch.optim.Optimizer, run: Run, looks: Callable[..., None]) -> None:
-    ids = torch.empty(run.rows, run.sequence, dtype=torch.long, device="cuda")
+    ids = torch.empty(run.rows, run.part, dtype=torch.long, device="cuda")
     labels = torch.empty_like(ids)
-    logits = training.model(ids)
-    if HOLDS_LOGITS in run.chosen:
-        logits = logits.float()
-    loss = loss_of(logits, labels)
-    if HOLDS_LOGITS not in run.chosen:
-        del logits
-    simulated.C.mark("backward")
-    loss.backward()
+    if LONG in run.chosen:
+        with training.around:
+            loss = training.model(ids, labels)
+        simulated.C.mark("backward")
+        zero3.backward(loss, ids.numel(), training.model)
+    else:
+        logits = training.model(ids)
+        if HOLDS_LOGITS in run.chosen:
+            logits = logits.float()
+        loss = loss_of(logits, labels)
+        if HOLDS_LOGITS not in run.chosen:
+            del logits
+        simulated.C.mark("backward")
+        loss.backward()
     simulated.C.mark("clip")
     training.clip()
     looks(training, optimizer)

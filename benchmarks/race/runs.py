@@ -19,6 +19,7 @@ from benchmarks.common.report import progress
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("zero3", "benchmarks/race", "tests/device")  # what a figure depends on, beside torch
 RECORD = "benchmarks.race.record"
+LONG = "long"  # what is chosen for long sequences: all ranks share one; the loss without logits, tiles, activations in the host's memory
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,13 @@ class Run:
     chosen: tuple[str, ...] = ()
 
     @property
+    def part(self) -> int:
+        """Tokens of a sequence on this rank."""
+        return self.sequence // self.ranks if LONG in self.chosen else self.sequence
+
+    @property
     def tokens(self) -> int:
-        return self.rows * self.sequence
+        return self.rows * self.part
 
     @property
     def cell(self) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
 from benchmarks.race.models import Model
@@ -20,6 +22,10 @@ class Training:
     model: nn.Module
     parameters: list[nn.Parameter]
     clip: Callable[[], Any]
+    around: AbstractContextManager[Any] = field(default_factory=nullcontext)  # a forward
+
+
+TILE = 4096  # tokens
 
 
 def _torchs(model: nn.Module) -> Training:
@@ -49,23 +55,27 @@ def spread_evenly(home: AtHome) -> None:
     home._find_route, home._count = noted, told  # type: ignore[method-assign]
 
 
-def by_zero3(model: Model, ranks: int, **chosen: Any) -> Training:
+def by_zero3(model: Model, ranks: int, *, long: bool = False, **chosen: Any) -> Training:
+    """`long`: all ranks share a sequence; tiles, activations in the host's memory."""
     turns = model.turns  # buffers of rank 0 are sent to all, and a model on meta has none
     model.turns = torch.empty_like(turns, device="cuda")
     policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **chosen)
-    zero3.shard(model, _layers(model), device="cuda", policy=policy)
+    for block in model.blocks if long else ():
+        zero3.tile(block.mlp, TILE)
+    mesh = init_device_mesh("cuda", (1, ranks), mesh_dim_names=("dp_shard", "sp")) if long else None
+    zero3.shard(model, _layers(model), device="cuda", policy=policy, process_group=mesh)
     for state in states_of(model):
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
         if isinstance(state.call, AtHome):
             spread_evenly(state.call)
-    return Training(model, zero3.get_trainable_chunk(model), lambda: zero3.clip_grad_norm_(model, 1.0))
+    around = zero3.offload_activations() if long else nullcontext()
+    return Training(model, zero3.get_trainable_chunk(model), lambda: zero3.clip_grad_norm_(model, 1.0), around)
 
 
 def by_fsdp2(model: Model, ranks: int, *, keep_last: bool = False, root_holds_ends: bool = False) -> Training:
     """`keep_last`: the last layer stays between forward and backward. `root_holds_ends`: embedding and head are the root's, and the last
     block stays, as in torchtitan."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
 

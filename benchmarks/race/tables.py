@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from benchmarks.common.report import markdown
 from benchmarks.race.machines import CAPACITY, GIB, LINKS, MACHINES
-from benchmarks.race.runs import Run
+from benchmarks.race.runs import LONG, Run
 from tests.device.clock import HOSTS
 
 SIMULATED = "Simulated; no GPU was used."
@@ -17,6 +18,7 @@ OURS, AT_HOME = "zero3", "expert_parallel"
 SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {  # a system, and what is chosen of it
     "zero3": (OURS, ()),
     "zero3, experts at home": (OURS, (AT_HOME,)),
+    "zero3, parts of sequences": (OURS, (LONG,)),
     "FSDP2": ("fsdp2", ()),
     "FSDP2, last layer kept": ("fsdp2", ("keep_last",)),
     "FSDP1": ("fsdp1", ()),
@@ -142,11 +144,12 @@ def columns_of(cell: Run, found: Figures, name: str) -> list[str]:
         return [name, found["error"], *[""] * (len(COLUMNS) - 2)]
     one = step(found)
     ends = [one["phases"][mark] for mark in ("backward", "clip", "optimizer")]
+    tokens = replace(cell, chosen=SYSTEMS[name][1]).tokens
     phases = [end - begin for begin, end in zip([0.0, *ends], [*ends, one["seconds"]], strict=True)]
     kinds = ", ".join(f"{count} {kind}" for kind, count in one["collectives"].items())
     copies = [f"{count} ({nbytes / 1e9:.1f} GB)" for count, nbytes in zip(one["copies"], one["copied"], strict=True)]
     return [
-        name, *(f"{1e3 * step(found, 400, host)['seconds']:.1f}" for host in HOSTS), f"{cell.tokens / one['seconds']:.0f}",
+        name, *(f"{1e3 * step(found, 400, host)['seconds']:.1f}" for host in HOSTS), f"{tokens / one['seconds']:.0f}",
         f"{1e3 * one['exposed']:.1f}", f"{1e3 * one['starved']:.1f}", str(one["launches"]), kinds or "none",
         f"{sum(one['moved'].values()) / 1e9:.1f}", *copies, f"{one['host_waits']} {', '.join(one['waits'])}".strip(),
         f"{memory(found)['allocated'] / GIB:.2f}", gibibytes(memory(found)["reserved"]), ", ".join(f"{1e3 * each:.1f}" for each in phases),

@@ -56,6 +56,21 @@ def test_experts_at_home_send_less_and_wait_once_for_each_call() -> None:
     assert sent["home"] < sent["gathered"] < 1.01 * sent["fsdp2"]
 
 
+def test_parts_of_sequences_hold_less_and_exchange_six_times_a_block() -> None:
+    """Three blocks that are recomputed, on two ranks: there and back in forward, again, and in backward."""
+    from benchmarks.race.machines import H100
+    from benchmarks.race.record import logged
+    from benchmarks.race.runs import LONG, Run
+    from tests.device.clock import HOSTS, Clocks
+
+    whole = Run("zero3", "tiny", 2, 1, 1 << 14, "full")
+    parts = replace(whole, chosen=(LONG,))
+    found = {run: Clocks(H100, HOSTS["free"]).replay(logged(run, steps=2))[-1] for run in (whole, parts)}
+    assert found[parts].collectives["all_to_all"] == 3 * 6 and not found[whole].collectives["all_to_all"]
+    assert 2 * parts.tokens == whole.tokens and any("pinned memory" in name for name, _ in found[parts].kernels)
+    assert found[parts].allocated < found[whole].allocated / 2
+
+
 def test_zero3_asks_for_no_more_than_fsdp2(steps: dict[str, Any]) -> None:
     ours, theirs = steps["zero3, free"], steps["fsdp2, free"]
     assert ours.launches <= theirs.launches

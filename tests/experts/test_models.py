@@ -12,6 +12,7 @@ import torch
 import transformers as t
 
 import zero3
+from tests.huggingface.test_load_pretrained import spy
 from tests.support.ranks import run_ranks
 
 _SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
@@ -71,7 +72,27 @@ def test_models_train_as_plain(name: str, implementation: str) -> None:
     run_ranks(2, body)
 
 
-def test_files_are_read_and_written_expert_by_expert(tmp_path: Path) -> None:
+def test_ranks_generate_at_their_own_pace_inside_of_resident_and_in_step_outside() -> None:
+    models = [[made("Qwen3Moe").eval() for _ in range(2)] for _ in range(2)]
+
+    def body(group: Any) -> None:
+        plain, model = models[group.rank]
+        zero3.shard(model, policy=HOME, process_group=group)
+
+        def same(prompt: int, more: int) -> None:
+            ids, options = batch(prompt, 3)["input_ids"], {"max_new_tokens": more, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+        same(group.rank, 3)
+        with zero3.resident(model):
+            for _ in range(1 + group.rank):
+                same(group.rank, 2 + group.rank)
+
+    run_ranks(2, body)
+
+
+def test_files_are_read_and_written_expert_by_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank reads another's experts: all ranks together read each byte once."""
     made("Qwen3Moe").save_pretrained(tmp_path / "plain")
     plain = made("Qwen3Moe")
     with torch.device("meta"):
@@ -79,6 +100,8 @@ def test_files_are_read_and_written_expert_by_expert(tmp_path: Path) -> None:
 
     for each in bare:
         each.set_experts_implementation("eager")
+
+    reads = spy(monkeypatch)
 
     def body(group: Any) -> None:
         model = zero3.shard(bare[group.rank], policy=HOME, process_group=group, device="cpu")
@@ -88,6 +111,8 @@ def test_files_are_read_and_written_expert_by_expert(tmp_path: Path) -> None:
         zero3.save_pretrained(model, tmp_path / "ours")
 
     run_ranks(2, body)
+    stored = (tmp_path / "plain" / "model.safetensors").read_bytes()
+    assert sum(count for *_, count in reads) == len(stored) - 8 - int.from_bytes(stored[:8], "little")
     again = t.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64)
     for name, value in plain.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name

@@ -276,7 +276,8 @@ def test_profile_tells_how_many_rows_the_busiest_rank_gets(routes: str, share: f
         training.train(1)
         with zero3.profile(training.model) as found:
             training.train(2, first=1)
-        assert [*found.busiest] == [f"layer 'blocks.{number}.experts' (Experts)" for number in range(2)]
+        assert [*found.busiest] == [*found.loads] == [f"layer 'blocks.{number}.experts' (Experts)" for number in range(2)]
+        assert share is None or all(each > 1 if group.rank == 0 else each == 0 for each in found.loads.values())
         assert all(1 <= each <= 2 if share is None else each == share for each in found.busiest.values())
         assert all(f"{layer}: the busiest rank gets {each:.2f} x the mean" in str(found) for layer, each in found.busiest.items())
 

@@ -82,6 +82,8 @@ def refused_without_the_policy(rank: Rank) -> None:
     for build in (zero3.Zero3Layer, zero3.shard):
         with pytest.raises(ValueError, match=r'"ep".*expert_parallel=True'):
             build(made(), process_group=mesh)
+    with pytest.raises(ValueError, match=r"expert_parallel=True.*'ep'"):
+        zero3.shard(made(), process_group=mesh_of(("dp_replicate", *DEALT), 1, 1, 2), policy=zero3.ShardingPolicy(expert_parallel=True))
 
 
 def test_a_mesh_for_experts_without_the_policy_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch
 import zero3
 from tests.support.experts import Training, made, tokens
 from tests.support.ranks import run_mesh, run_ranks
+from zero3.access import states_of
 from zero3.quantized.formats import Format
 from zero3.quantized.sections import StoredRows
 
@@ -53,6 +54,22 @@ def test_quantised_experts_stay_at_home(name: str) -> None:
 @pytest.mark.parametrize("fields", [{"offload": "cpu"}, {"reshard_after_forward": False}, {"transactional": True}], ids=str)
 def test_quantised_experts_with_other_fields(fields: dict[str, Any]) -> None:
     run_ranks(2, lambda group: Training(group, policy(**fields), 5, frozen).train(2).check())
+
+
+def test_resident_bytes_hold_what_is_frozen_but_no_experts() -> None:
+    def body(group: Any) -> None:
+        def prepare(model: torch.nn.Module) -> None:
+            frozen(model)
+            model.first.requires_grad_(False)  # type: ignore[operator,union-attr]
+
+        model = Training(group, policy(resident_bytes=10**6), 5, prepare).train(2).check().model
+        chunks = [chunk for state in states_of(model) for chunk in state.chunks if not chunk.shard.requires_grad]
+        experts, others = ([chunk.full.tensor.untyped_storage() for chunk in chunks if chunk.in_part is part] for part in (True, False))
+        own = {chunk.shard.untyped_storage().data_ptr() for chunk in chunks}
+        assert experts and all(not storage.nbytes() or storage.data_ptr() in own for storage in experts), "beside what the rank has anyway"
+        assert sum(storage.nbytes() for storage in others) == 8 * (6 * 6 + 6)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(1, 5), (3, 5), (4, 3)])

@@ -69,7 +69,7 @@ def test_a_trainer_whose_ranks_share_sequences_gives_what_one_process_gives(name
 
 
 def refused(rank: Rank) -> list[str]:
-    from accelerate import Accelerator  # noqa: F401
+    from accelerate.parallelism_config import ParallelismConfig
 
     from zero3.integrations.accelerate import Zero3Accelerator
 
@@ -79,6 +79,9 @@ def refused(rank: Rank) -> list[str]:
             with pytest.raises(ValueError, match="sequence_parallel") as error:
                 trainer_of(True, llama(), rank.scratch, **{"sequence_parallel": 2, **options})
             told.append(str(error.value))
+        for other in ({"cp_size": 2}, {"sp_size": 2, "sp_backend": "deepspeed"}):
+            with pytest.raises(ValueError, match="sequence_parallel=2"):
+                Zero3Accelerator(cpu=True, parallelism_config=ParallelismConfig(**other))
         with pytest.raises(ValueError, match="sequence_parallel"):
             Zero3Accelerator(cpu=True, sequence_parallel=2).shard(zero3.shard(llama()))
     return told

@@ -73,6 +73,18 @@ def test_sft_whose_ranks_share_sequences_gives_what_one_process_gives() -> None:
             assert np.allclose(found[key], values, rtol=2e-5, atol=0), key
 
 
+def dpo_in_parts(rank: Rank) -> None:
+    with launched(rank):
+        chosen = arguments(rank.scratch, trl.DPOConfig, **PLAIN, max_length=64)
+        data = {"train_dataset": preferences(4), "processing_class": tokenizer()}
+        with pytest.raises(ValueError, match="sequence_parallel=2: DPOTrainer needs whole sequences"):
+            with_mixin(trl.DPOTrainer, True)(model=model(), ref_model=model(), args=chosen, sequence_parallel=2, **data)
+
+
+def test_trainers_that_need_whole_sequences_refuse_parts() -> None:
+    on_ranks(2, dpo_in_parts)
+
+
 def dpo(ours: bool, lora: bool, directory: Path, pairs: Any = None, **options: Any) -> Any:
     options = {"max_steps": 4, "max_length": 64, "gradient_checkpointing": False, "bf16": False, **options}
     chosen = arguments(directory, trl.DPOConfig, **options)

@@ -26,6 +26,7 @@ _REPEATS = Refusal(ValueError, "a rank that fails makes transfers that it knows:
 _FOLLOWS = Refusal(ValueError, "a rank without data makes the others' transfers: they may depend neither on data nor on who reads later")
 _CAUGHT = Refusal(RuntimeError, "whether all others have caught it is not known where there is no data; step_guard is for that")
 _USED = Refusal(RuntimeError, "the gradient is gone before the backward ends: that is what in_backward is for")
+_LOSES = Refusal(RuntimeError, "what is written would be quantised once more, and lose more")
 
 EXCLUDED: dict[Names, Refusal] = {
     ("stage 1", "transactional"): Refusal(ValueError, "what is staged can be dropped: at stage 1 nothing is staged"),
@@ -47,7 +48,7 @@ EXCLUDED: dict[Names, Refusal] = {
     ("stage", "expert_parallel"): Refusal(ValueError, "what stage keeps whole, or its gradients, is what never is whole on a rank"),
     ("dynamic", "expert_parallel"): Refusal(ValueError, "a rank that leaves out a layer of experts would keep what others' tokens need"),
     ("expert_parallel", "joinable"): Refusal(ValueError, "a rank without data owns experts that others need: it calls the model, too"),
-    ("expert_parallel", "param_groups align"): Refusal(ValueError, "blocks of an optimizer's state would have cuts of their own"),
+    ("expert_parallel True", "param_groups align"): Refusal(ValueError, "blocks of an optimizer's state would have cuts of their own"),
     ("dynamic", "optional"): Refusal(ValueError, "each rank leaves out what it likes, and tells nobody: towers are told of"),
     ("expert_parallel", "optional"): Refusal(ValueError, "a rank that calls no tower owns experts in it, which others' tokens need"),
     ("optional", "step_guard"): _REPEATS,
@@ -57,7 +58,8 @@ EXCLUDED: dict[Names, Refusal] = {
     ),
     ("expert_parallel", "sequences"): Refusal(ValueError, "tokens and heads would travel among different ranks of one mesh"),
     ("joinable", "sequences"): Refusal(ValueError, "a rank without data leaves a hole in the sequences that the others compute with"),
-    ("quantize", "full_params"): Refusal(RuntimeError, "what is written would be quantised once more, and lose more"),
+    ("quantize", "full_params"): _LOSES,
+    ("expert_parallel quantised", "full_params"): _LOSES,
 }
 
 MISSING: dict[Names, str] = {}  # it only shrinks

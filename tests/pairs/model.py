@@ -66,7 +66,7 @@ class Block(nn.Module):
     def __init__(self, hidden: int, adapted: bool, experts: bool = False, attends: bool = False) -> None:
         super().__init__()
         self.attends = attends
-        self.mixture = Mixture(hidden // 8 + 1) if experts else None
+        self.mixture = Mixture((hidden - 32) // 2) if experts else None
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.first = nn.Parameter(torch.randn(1, WIDTH) / 3) if adapted else None
         self.second = nn.Parameter(torch.randn(WIDTH, 1) / 3) if adapted else None
@@ -140,7 +140,7 @@ def is_adapter(name: str) -> bool:
 
 def is_base(name: str, info: Any = None) -> bool:
     """What `quantize` is to choose in an adapted model."""
-    return name.endswith(("up.weight", "down.weight"))
+    return name.endswith(("up.weight", "down.weight", "experts.up", "experts.down"))
 
 
 def made(shape: Shape, seed: int = 0, meta: bool = False) -> Any:

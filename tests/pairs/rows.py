@@ -599,6 +599,7 @@ def field(name: str, value: Any, **given: Any) -> Row:
 
 FP32 = 3e-5
 STREAMS = {"streams": True}
+NF4 = zero3.NF4(block_size=32, select=is_base)
 NEAR = {"shape": {"adapted": True}}
 AXES: dict[str, dict[str, Row]] = {
     # -- fields
@@ -619,7 +620,7 @@ AXES: dict[str, dict[str, Row]] = {
     "group_adapters": {"True": Row("group_adapters", **NEAR, streams=True), "False": field("group_adapters", False, **NEAR)},
     "resident_bytes": {"3000": field("resident_bytes", 3000, **NEAR, streams=True)},
     "quantize": {
-        "NF4": field("quantize", zero3.NF4(block_size=32, select=is_base), words=("quantised",), **NEAR, streams=True),
+        "NF4": field("quantize", NF4, words=("quantised",), **NEAR, streams=True),
         "Int8": field("quantize", Int8(block_size=16, select=is_base), words=("quantised",), **NEAR),
     },
     "offload": {"cpu": field("offload", "cpu", streams=True), "DIR": field("offload", FILES, streams=True)},
@@ -629,7 +630,10 @@ AXES: dict[str, dict[str, Row]] = {
     },
     "reduce_format": {"Int8": field("reduce_format", Int8(block_size=1), tolerance=1e-8, streams=True)},
     "master_dtype": {"fp32": field("master_dtype", torch.float32, tolerance=FP32, streams=True)},
-    "expert_parallel": {"True": field("expert_parallel", True, shape={"experts": True}, streams=True)},
+    "expert_parallel": {
+        "True": field("expert_parallel", True, shape={"experts": True}, streams=True),
+        "quantised": Row(fields={"expert_parallel": True, "quantize": NF4}, shape={"experts": True, "adapted": True}, streams=True),
+    },
     # -- what is not a field. Contexts around a micro-batch are entered in this order.
     "ranks": {
         "1": Row("ranks", world=(0, 1)),

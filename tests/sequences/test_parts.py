@@ -106,6 +106,7 @@ def test_one_part_is_to_the_bit_what_it_is_without_sp() -> None:
         def body(group: Any) -> dict[str, Tensor]:
             mine = zero3.shard(models.pop(), process_group=group)
             step(mine, whole)
+            assert mine(**whole).loss.isfinite()  # labels too are as without
             with zero3.full_gradients(mine) as found:
                 return {name: each.clone() for name, each in found.items()}
 
@@ -114,6 +115,42 @@ def test_one_part_is_to_the_bit_what_it_is_without_sp() -> None:
     plain, alone = gradients(partial(run_ranks, 2)), gradients(partial(run_parts, 2, 1))
     for one, other in zip(plain, alone, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounded_gradients_of_parts_are_as_near_as_one_processs(dtype: torch.dtype) -> None:
+    models, (exact, rounded), whole = [made().to(dtype) for _ in range(2)], (made(), made().to(dtype)), batch(0, 9, "left")
+    for plain in (exact, rounded):
+        plain_step(plain, [whole])
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group)
+        step(mine, whole)
+        with zero3.full_gradients(mine) as found:
+            for (name, true), theirs in zip(exact.named_parameters(), rounded.parameters(), strict=True):
+                errors = [float((each.double() - true.grad).norm() / true.grad.norm()) for each in (found[name], theirs.grad)]
+                assert errors[0] <= (1e-5 if dtype == torch.float32 else 2 * errors[1] + 1e-3), (name, errors)
+
+    run_parts(1, 2, body)
+
+
+def test_parts_of_embeddings_and_what_goes_with_them() -> None:
+    """Each tensor `[B, S, ...]` beside embeddings is cut; what has another shape passes."""
+    models, plain, whole = [made() for _ in range(2)], made(), batch(0, 7)
+    embeds = plain.get_input_embeddings()(whole["input_ids"]).detach()
+    expected = plain(inputs_embeds=embeds, use_cache=False).logits
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group)
+        given = {"inputs_embeds": embeds, "token_type_ids": whole["input_ids"], "speakers": embeds[..., :2], "scale": embeds[0, 0]}
+        part = zero3.split_sequence(mine, given)
+        for name in ("inputs_embeds", "token_type_ids", "speakers"):
+            assert torch.equal(part[name], given[name].tensor_split(2, 1)[group.rank])
+        assert part["scale"] is given["scale"]
+        found = mine(inputs_embeds=part["inputs_embeds"], position_ids=part["position_ids"]).logits
+        torch.testing.assert_close(found, expected.tensor_split(2, 1)[group.rank], rtol=1e-6, atol=1e-8)
+
+    run_parts(1, 2, body)
 
 
 def test_parts_give_at_most_the_bytes_of_the_formula() -> None:
@@ -285,6 +322,8 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.0] * 4, "s
         (lambda: t.Phi3Config(**SMALL, rope_parameters=LONG, original_max_position_embeddings=8), "longrope"),
         (lambda: t.RobertaConfig(**SMALL, is_decoder=True), "positions"),
         (lambda: t.OPTConfig(vocab_size=61, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4), "positions"),
+        (lambda: t.FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True), "alibi"),
+        (lambda: t.Qwen3NextConfig(**SMALL, num_experts=2, layer_types=["full_attention", "linear_attention"]), "linear_attention"),
         (lambda: t.Llama4TextConfig(**SMALL, num_local_experts=2, layer_types=["chunked_attention"] * 2), "chunks"),
     ],
 )
@@ -316,6 +355,30 @@ def test_an_attention_of_the_registry_sees_its_own_name() -> None:
 
     run_parts(1, 2, body)
     assert {name for name, *_ in names} == {"mine"} and len(names) == 2 * 2 * 2
+
+
+def test_an_attention_that_is_registered_after_the_model_was_sharded_is_called() -> None:
+    """In the place of the one before; under another name, nobody exchanges."""
+    calls = []
+
+    def later(module: Any, *args: Any, **kw: Any) -> Any:
+        calls.append(module.config._attn_implementation)
+        return t.AttentionInterface()["sdpa"](module, *args, **kw)
+
+    def body(group: Any) -> None:
+        model = zero3.shard(models[group.rank], process_group=group)
+        group.exchange(b"", torch.device("cpu"))
+        t.AttentionInterface.register("changing", later)
+        model(**part_of(model))
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(RuntimeError, match=r"self_attn.*attend"):
+            model(**part_of(model))
+
+    for registry in (t.AttentionInterface, t.AttentionMaskInterface):
+        registry.register("changing", registry()["sdpa"])
+    models = [made(attention="changing") for _ in range(2)]
+    run_parts(1, 2, body)
+    assert calls == ["changing"] * 2 * 2
 
 
 def test_a_batch_that_was_cut_is_refused_inside_of_resident() -> None:

@@ -61,6 +61,8 @@ def other_names(rank: Rank) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
         with pytest.raises(ValueError, match="'sp'"):
             zero3.shard(made(), process_group=mesh)
+    with pytest.raises(ValueError, match=r"'ep'.*'sp'"):
+        zero3.shard(made(), process_group=init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp_shard", "ep", "sp")))
 
 
 def test_meshes_of_other_names_are_refused() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,6 +31,22 @@ def test_an_attention_of_ulysses_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
         with pytest.raises(ValueError, match=r"UlyssesSPAttentionHF.*sequence_parallel=n") if refused else contextlib.nullcontext():
             zero3.shard(model)
+
+
+def test_an_attention_of_ulysses_that_comes_later_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zero3.shard(transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)))
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    model(ids)
+    monkeypatch.setitem(sys.modules, "deepspeed", object())
+    model(ids)
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    attend.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", attend)
+    with pytest.raises(ValueError, match=r"UlyssesSPAttentionHF.*sequence_parallel=n"):
+        model(ids)
 
 
 def with_ulysses(rank: Rank) -> str:

@@ -7,6 +7,7 @@ that wrap the layers' own see its transfers.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ class _Timed:
         elif isinstance(what, Fetch):
             recorder.computes(what.layer.subject.name)
         elif isinstance(what, Trip) and what.way is Way.COUNTS and not absent:
-            recorder.count_rows(what.layer.subject.name, rows_of(result[0]))
+            recorder.count_rows(what.layer.subject.name, *map(rows_of, result))
         return result
 
 
@@ -185,8 +186,10 @@ class _Recorder:
         self._undo: list[Callable[[], object]] = []
         self._start: object = None
         self._stop: object = None
-        # of each layer with experts at home: this rank's rows that went to each rank
+        # of each layer with experts at home: this rank's rows that went to each rank, and how many
+        # came from all
         self._rows: dict[str, list[int]] = {}
+        self._came = Counter[str]()
 
     # -- begin and end
 
@@ -246,6 +249,9 @@ class _Recorder:
             for layer, rows in self._rows.items()
             if any(rows)
         }
+        result.loads.update(
+            {layer: self._came[layer] / sum(self._rows[layer]) for layer in busiest}
+        )
         result.gates.extend(self.gates)
         result._finish(at(self._stop), spans, transfers, prefetch_depth, busiest)
 
@@ -280,8 +286,9 @@ class _Recorder:
             self._open(layer, running[1])
         return result
 
-    def count_rows(self, layer: str, rows: list[int]) -> None:
-        """So many rows of tokens go to the ranks that have experts."""
+    def count_rows(self, layer: str, rows: list[int], came: list[int]) -> None:
+        """So many rows of tokens go to the ranks that have experts, and come from them."""
+        self._came[layer] += sum(came)
         before = self._rows.setdefault(layer, [0] * len(rows))
         self._rows[layer] = [count + more for count, more in zip(before, rows, strict=True)]
 

@@ -114,7 +114,10 @@ class Profile:
         transfers: Every `Transfer`.
         busiest: For each layer of experts that stay at home, by name: how many of this rank's rows
             of tokens go to the rank that gets most, over the mean of all ranks. 1.0: all get as
-            many.
+            many. Other ranks' tokens may prefer other experts; no transfer asks them: see `loads`.
+        loads: For each of these layers: how many rows came to this rank, from all ranks, over those
+            that it sent. Where ranks have as many tokens, the busiest rank of all is the one on
+            which this is largest: print it on each.
         gates: Of a model with towers, the seconds that the host waited for each exchange at a gate.
     """
 
@@ -124,6 +127,7 @@ class Profile:
         self.spans: list[Span] = []
         self.transfers: list[Transfer] = []
         self.busiest: dict[str, float] = {}
+        self.loads: dict[str, float] = {}
         self.gates: list[float] = []
         self._prefetch_depth = 1
 
@@ -261,7 +265,7 @@ class Profile:
             *self._gates(),
             *(
                 f"{layer}: the busiest rank gets {share:.2f} x the mean of this rank's rows of "
-                "tokens"
+                f"tokens; {self.loads[layer]:.2f} x as many come here as this rank sends"
                 for layer, share in self.busiest.items()
             ),
             *self.advice,

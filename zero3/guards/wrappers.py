@@ -107,5 +107,20 @@ def refuse_context_parallel() -> None:
         raise RuntimeError(f"torch's context_parallel around {DIVIDES}")
 
 
+def refuse_ulysses(model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: DeepSpeed has replaced the model's attention in transformers' registry.
+    """
+    try:
+        name = model.config.get_text_config()._attn_implementation  # type: ignore[operator,union-attr]
+    except AttributeError:  # no model of transformers'
+        return
+    library = sys.modules.get("transformers.modeling_utils")
+    registry = getattr(library, "ALL_ATTENTION_FUNCTIONS", {})
+    if (getattr(registry.get(name), "__module__", None) or "").startswith("deepspeed."):
+        raise ValueError(f"DeepSpeed's UlyssesSPAttentionHF (registered as {name!r}) in {DIVIDES}")
+
+
 def _named(module: str) -> str:
     return next(wrapper for beginning, wrapper in _WRAPPERS.items() if module.startswith(beginning))

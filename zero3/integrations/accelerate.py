@@ -108,6 +108,8 @@ class Zero3Accelerator(Accelerator):
         sequence_parallel: int = 1,
         **kwargs: Any,
     ) -> None:
+        # accelerate leaves it out where a process has had an Accelerator before
+        _check_sequences(kwargs.get("parallelism_config"))
         super().__init__(*args, **kwargs)
         sharding = Sharding(policy, layers, optional, parts=sequence_parallel)
         self.shards_with(sharding, sync_each_batch=sync_each_batch)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..core.autograd import inside_backward
 from ..core.parameters import unwrapped
-from ..guards.wrappers import DIVIDES
 from .exchange import Measured
 from .heads import query_heads
 from .parts import Beginning, check_labels, parts_of, parts_under_way
@@ -57,19 +56,6 @@ def check_model(model: nn.Module, ranks: int) -> None:
             f"{reason}. Take a mesh without sp"
         )
     query_heads(config.num_attention_heads, ranks)
-
-
-def refuse_ulysses(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: DeepSpeed has replaced the model's attention in transformers' registry.
-    """
-    name = getattr(text_config(model), "_attn_implementation", None)
-    registry = getattr(
-        sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {}
-    )
-    if (getattr(registry.get(name), "__module__", None) or "").startswith("deepspeed."):
-        raise ValueError(f"DeepSpeed's UlyssesSPAttentionHF (registered as {name!r}) in {DIVIDES}")
 
 
 def _refusal(model: nn.Module, config: Any) -> str | None:
@@ -129,7 +115,7 @@ def use_registries(model: nn.Module) -> None:
     library, config = sys.modules["transformers"], text_config(model)
     attentions, masks = library.AttentionInterface, library.AttentionMaskInterface
     name = str(config._attn_implementation).removeprefix(_OURS)
-    attentions.register(f"{_OURS}{name}", _Exchanging(attentions().get(name), name))
+    attentions.register(f"{_OURS}{name}", _Exchanging(name))
     if (mask := masks().get(name)) is not None:
         masks.register(f"{_OURS}{name}", _Mask(mask))
     config._attn_implementation = f"{_OURS}{name}"
@@ -138,14 +124,15 @@ def use_registries(model: nn.Module) -> None:
 class _Exchanging:
     """What is registered: of the module that calls it depends whether anything is exchanged."""
 
-    def __init__(self, inner: Callable[..., Any] | None, name: str) -> None:
-        self._inner = inner  # None: the eager one of the model's own file
+    def __init__(self, name: str) -> None:
         self._name = name
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kw: Any
     ) -> Any:
-        run = self._inner or sys.modules[type(module).__module__].eager_attention_forward
+        # what is registered now; else the eager one of the model's own file
+        run = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(self._name)
+        run = run or sys.modules[type(module).__module__].eager_attention_forward
         parts = parts_of(module)
         if parts is None or not parts.active:
             return run(_AttentionNamed(module, self._name), query, key, value, attention_mask, **kw)

@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/pybind11.h>
+#include <sys/mman.h>
 
 #include "queues.h"
 
@@ -197,9 +198,10 @@ inline void release(void* context) {
 }
 
 inline Block* new_block(size_t size, int device, int number) {
-  // a dry run takes addresses only: pages that nobody touches cost nothing
-  void* data = std::aligned_alloc(512, size);
-  TORCH_CHECK(data, "simulated device: the host has no memory for ", size, " bytes");
+  // a dry run takes addresses only: pages that nobody touches cost nothing, and may be more than the host has
+  int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* data = asked.dry ? mmap(nullptr, size, PROT_READ | PROT_WRITE, how, -1, 0) : std::aligned_alloc(512, size);
+  TORCH_CHECK(data && data != MAP_FAILED, "simulated device: the host has no memory for ", size, " bytes");
   if (!asked.dry) std::memset(data, 0xFF, size);
   return new Block{(char*)data, size, device, number, {}};
 }
