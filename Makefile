@@ -95,7 +95,7 @@ package: $(VENV)/.tests $(VENV)/.package  ## build dist/: a wheel and a source d
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tests/package.py dist
 
-soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --output), and draw some thousand lives and triples of capabilities at random
+soak: $(VENV)/.tests  ## train MINUTES (30) while faults are injected (ARGS: --seed, --nights, --output), and draw some thousand lives and triples of capabilities at random
 	$(BIN)/python -m tests.soak $(or $(MINUTES),30) $(ARGS)
 	$(BIN)/python -m tests.device.soak $(or $(MINUTES),30)
 	$(BIN)/python -m tests.pairs --triples $(or $(EXAMPLES),3000)

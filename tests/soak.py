@@ -3,7 +3,7 @@
 Two processes on gloo train; beside them two others on the same data. In the first run, at random, a rank raises, runs out of
 memory or gets nan; all ranks do, or are interrupted; transfers, clipping, the optimizer and saves fail. What failed is run
 again. The losses have to be the same bits in both runs; memory, descriptors, threads and groups may not grow: else it exits with 1.
-Then, for a third of that time, runs that are killed, stuck, out of disk or find a damaged checkpoint are started again (soak_nights).
+Then runs that are killed, stuck, out of disk or find a damaged checkpoint are started again (soak_nights).
 """
 
 from __future__ import annotations
@@ -247,6 +247,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("minutes", type=float, nargs="?", default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--nights", type=float, metavar="MINUTES", help="for the runs that are started again (default: a third of the others)"
+    )
     parser.add_argument("--output", type=Path, help="where the report goes, as markdown; it is printed in any case")
     given = parser.parse_args()
     # torch keeps a record of the last 2000 collectives, for its own debugging: 2 MB that would come slowly
@@ -257,7 +260,7 @@ def main() -> int:
         calm = runs.submit(on_ranks, 2, train, None, seconds, **options)
         disturbed = on_ranks(2, train, given.seed, seconds, 0, True, **options)
     report, well = verdict(disturbed, calm.result())
-    restarts, restarted = nights(seconds / 3, given.seed)
+    restarts, restarted = nights(seconds / 3 if given.nights is None else 60 * given.nights, given.seed)
     report, well = f"{report}\n\n{restarts}", well and restarted
     machine = f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, gloo, 2 processes"
     report = f"{datetime.now(UTC):%Y-%m-%d}, {machine}, seed {given.seed}\n\n{report}\n"

@@ -4,7 +4,7 @@
     python benchmarks/overhead/ring.py --help
 
 An entry: what a layer's conductor takes with the ring around it, less what it takes without; CPU time of the thread, medians over
-rounds. A step: the stack of small layers of main.py, which are fresh processes in turns, with a ring and without.
+rounds. A step: the stack of small layers of main.py, twice in one process, with a ring and without. They take turns, step by step.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from statistics import quantiles
 from time import perf_counter_ns, process_time_ns, thread_time_ns
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 
+import torch
 from torch import nn
 
 from benchmarks.common.alone import rank_zero_of
 from benchmarks.common.ranks import alone
-from benchmarks.common.report import markdown, median, progress, write
-from benchmarks.overhead.main import seconds_of
+from benchmarks.common.report import markdown, median, write
+from benchmarks.common.systems import SYSTEMS
+from benchmarks.overhead.main import WIDTH, Small
 
 SWITCH = "ZERO3_RING_DIR"
 CALLS = 5000  # in a round
@@ -83,16 +86,24 @@ def entries(rounds: int) -> dict[str, float]:
         return {name: median(values) for name, values in found.items()} | {"a ring is made": median(made)}
 
 
-def steps(layers: int, count: int, repetitions: int) -> dict[str, list[float]]:
-    """CPU seconds of forward and backward, of processes with rings and without, in turns."""
-    found: dict[str, list[float]] = {"with rings": [], "without": [], "plain torch": []}
-    with tempfile.TemporaryDirectory() as place:
-        for repetition in range(repetitions):
-            for name in found:
-                progress(f"repetition {repetition + 1} of {repetitions}: {name}")
-                os.environ[SWITCH] = place if name == "with rings" else "0"
-                found[name].append(alone(seconds_of, name if name == "plain torch" else "zero3", layers, 2, count)["compute"])
-    return found
+def steps(layers: int, count: int) -> dict[str, list[float]]:
+    """CPU seconds of each forward and backward of two models in one process, one with a ring and one without, which take turns."""
+    torch.set_flush_denormal(True)  # collectives that do nothing leave what was in memory
+    with tempfile.TemporaryDirectory() as place, rank_zero_of(2) as transfers:
+        trainings = {}
+        for name, where in (("with a ring", place), ("without", "0")):
+            os.environ[SWITCH] = where
+            trainings[name] = SYSTEMS["zero3"]([Small() for _ in range(layers)], "adamw", device="cpu")
+        x, found = torch.randn(4, WIDTH), {name: list[float]() for name in trainings}
+        for step in range(3 + count):
+            if step == 2:
+                transfers.replace()
+            for name in sorted(trainings, reverse=step % 2 == 1):
+                begin = thread_time_ns()
+                trainings[name].backward(trainings[name].model(x).sum())
+                found[name].append((thread_time_ns() - begin) / 1e9)
+                trainings[name].update()
+    return {name: values[3:] for name, values in found.items()}
 
 
 def _fill(ring: Any, stops: bool, layers: int, where: int, forwards: int) -> None:
@@ -140,8 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=21, help=f"of {CALLS} entries each; default: %(default)s")
     parser.add_argument("--layers", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=30, help="measured steps of each process; default: %(default)s")
-    parser.add_argument("--repetitions", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=300, help="with and without, in turns; 0: none; default: %(default)s")
     parser.add_argument("--ranks", type=int, default=64, help="whose rings `hang` joins; default: %(default)s")
     parser.add_argument("--output", type=Path, help="a folder for the table and all that was measured")
     args = parser.parse_args()
@@ -151,14 +161,13 @@ def main() -> None:
     joined = alone(hang, args.ranks)
     spent = f"{joined['seconds']:.2f} s after its imports ({joined['CPU seconds']:.2f} s of CPU time), {joined['lines']:.0f} lines"
     tables += f"\n\n`hang` on {args.ranks} full rings: {spent}"
-    found = steps(args.layers, args.steps, args.repetitions) if args.repetitions else {}
+    found = alone(steps, args.layers, args.steps) if args.steps else {}
     if found:
-        plain = median(found["plain torch"])
-        rows = []
-        for name, each in found.items():
-            beyond = (median(each) - plain) / args.layers * 1e6
-            rows.append([name, f"{min(each) * 1e3:.2f}", f"{median(each) * 1e3:.2f}", f"{beyond:.0f}"])
-        tables += "\n\n" + markdown(["step", "CPU ms, least", "median", "us beyond plain, a layer"], rows)
+        ratios = [with_ring / without for with_ring, without in zip(*found.values(), strict=True)]
+        rows = [[name, f"{min(each) * 1e3:.2f}", f"{median(each) * 1e3:.2f}"] for name, each in found.items()]
+        tables += "\n\n" + markdown(["step", "CPU ms, least", "median"], rows)
+        low, middle, high = quantiles(ratios, n=4)
+        tables += f"\n\nwith a ring / without, step by step: {middle:.3f} (half of them {low:.3f} to {high:.3f})"
     write(args.output, "ring", {"entry": entry, "hang": joined, "steps": found}, tables)
 
 

@@ -7,6 +7,7 @@
 # NAME: of this run; two runs with the same first host need two names. The directories are on a disk that all hosts see.
 # FIRST: 1 on the first host and 0 on the others, where torchrun can't tell by their names. ADDRESS: this host's own, likewise.
 # ZERO3_RING_DIR: where each rank leaves its last transfers. If the run hangs, python -m zero3 hang there says which rank is behind.
+# --fast-output DIR: a disk of each host's own, for checkpoints that are made often; a restart reads those first.
 # A host that dies ends the step everywhere; torchrun starts all processes anew, which go on from the newest whole checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -15,11 +15,12 @@ import zero3
 from tests.support.live import LiveBytes
 from tests.support.models import mlp, rows
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import assert_at_rest, full_parameters, process_group, sgd
+from tests.support.reference import assert_at_rest, full_gradients, full_parameters, process_group, sgd
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.comm.streams import HostLane, _HostMark
 from zero3.core.full_buffer import FullBuffer
 from zero3.core.gradient_buffer import GradientBuffer
+from zero3.core.layer_state import LayerState
 
 X = rows(3)
 REPETITIONS = 100
@@ -74,6 +75,7 @@ def _trapped(monkeypatch: pytest.MonkeyPatch, mine: threading.local) -> None:
     wrap(GradientBuffer, "__init__", "gradient")
     wrap(_HostMark, "wait", "wait")
     wrap(HostLane, "issue", "issue")
+    wrap(LayerState, "reset", "reset")
 
 
 @pytest.mark.parametrize(("place", "transactional"), [(place, number % 2 == 1) for number, place in enumerate(PLACES)])
@@ -127,3 +129,31 @@ def _hook(trap: Trap) -> Callable[..., None]:
         output.register_hook(lambda gradient: trap.passes("backward"))
 
     return watch
+
+
+@pytest.mark.parametrize("place", [("wait", 0), ("reset", 0), ("reset", 1)], ids=str)
+def test_an_interrupted_reset(place: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed backward has left is waited for, and that is interrupted too. Later gradients are there."""
+    mine = threading.local()
+    _trapped(monkeypatch, mine)
+    copies = [mlp(), mlp()]
+    plain = mlp()
+    plain(X).pow(2).mean().backward()
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        trap = mine.trap = Trap("reduce_scatter", 1, RuntimeError)
+        group.before = trap.passes
+        model = Zero3Sequential([Zero3Layer(m, process_group=process_group(group)) for m in copies[group.rank]])
+        trap.set()
+        with pytest.raises(RuntimeError, match="the trap"):
+            model(X).pow(2).mean().backward()
+        trap = mine.trap = Trap(*place, KeyboardInterrupt)
+        trap.set()
+        with pytest.raises(KeyboardInterrupt):
+            zero3.reset(model)
+        model(X).pow(2).mean().backward()
+        return full_gradients(model, group)
+
+    for found in run_ranks(2, body):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-12)

@@ -127,6 +127,14 @@ def test_hang_says_that_all_are_together_or_that_one_is_missing(
     assert (found["verdict"], found["missing"]) == ("missing", [1])
 
 
+def test_hang_without_a_directory_looks_where_a_run_writes(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(2, lambda group: train(tmp_path, "", None, group=group) and None)
+    assert main(["hang"]) == 2
+    for elsewhere in ("0", str(tmp_path / "elsewhere")):
+        monkeypatch.setenv("ZERO3_RING_DIR", elsewhere)
+        assert main(["hang"]) == 1
+
+
 def test_hang_takes_the_newest_run(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Hosts' directories side by side, and a run of before in which a rank was behind."""
     old = Ring(_made(tmp_path / "all" / "old"), 1, 0, 2), Ring(tmp_path / "all" / "old", 1, 1, 2)

@@ -19,7 +19,7 @@ from ..comm.agreement import agreeing, exchange_texts
 from ..core.layer_state import LayerState
 from . import file_operations, manifest
 from .manifest import Manifest
-from .safetensors_files import bytes_of, read_bytes
+from .safetensors_files import bytes_of
 from .safetensors_writing import Written
 
 __all__: list[str] = []
@@ -164,12 +164,9 @@ def _in_rounds(parcels: Sequence[Parcel]) -> Iterator[list[Piece]]:
 
 
 def _read(path: Path, start: int, into: Tensor) -> None:
-    view, filled = bytes_of(into), 0
     with FileIO(os.fspath(path)) as file:
-        while filled < len(view):
-            if not (count := read_bytes(file, start + filled, view[filled:])):
-                raise OSError(f"{path} has become shorter")
-            filled += count
+        if manifest.fill(file, start, bytes_of(into)) < into.numel():
+            raise OSError(f"{path} has become shorter")
 
 
 def _write(path: Path, start: int, piece: Tensor) -> None:

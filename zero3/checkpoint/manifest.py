@@ -249,7 +249,7 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
     for name in dict.fromkeys(name for name, _ in mine):
         with FileIO(os.fspath(manifest.data / name)) as file:
             for number in (number for other, number in mine if other == name):
-                block = buffer[: _fill(file, number * BLOCK_BYTES, buffer)]
+                block = buffer[: fill(file, number * BLOCK_BYTES, buffer)]
                 nbytes += len(block)
                 if sha256(block).hexdigest() != manifest.files[name].blocks[number]:
                     where = f"bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + len(block)}"
@@ -259,7 +259,8 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
     return nbytes
 
 
-def _fill(file: FileIO, offset: int, buffer: memoryview) -> int:
+def fill(file: FileIO, offset: int, buffer: memoryview) -> int:
+    """Reads until the buffer is full, or the file ends. Returns how many bytes it has read."""
     filled = 0
     while filled < len(buffer) and (count := read_bytes(file, offset + filled, buffer[filled:])):
         filled += count

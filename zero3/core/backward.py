@@ -229,9 +229,6 @@ class Backward:
         self._stack.frames.clear()
         self._stack.await_no_calls()
         self._reduces = self._told = False
-        self.ending.forget()
-        if self._outer_ending.missed:
-            self._outer_ending.forget()
         for state in self._stack.layers:
             state.reset(broken=(broken or broken_backward) and not self._goes_on)
         if self.resting and broken_backward:
@@ -240,6 +237,9 @@ class Backward:
             account.give_up()
         for ignored in ignored_of(self._ignoring) if broken_backward else ():
             ignored.give_up()
+        self.ending.forget()  # not before: if this was interrupted, the next reset begins anew
+        if self._outer_ending.missed:
+            self._outer_ending.forget()
         if self.owes:
             self.forget_zeroed()
 
