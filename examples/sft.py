@@ -34,10 +34,11 @@ try:
     import peft
     import transformers
     from datasets import Dataset
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+    from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
+    from finetuning import data
     from finetuning.chats import TEMPLATE, last_answer, load_chats, made_chats, prompts_of, small_config, small_tokenizer
     from finetuning.fast import STATE, FastCheckpoints, GoesOn, step_of
 except ImportError as error:
@@ -191,10 +192,7 @@ def add_adapters(model: Any, options: argparse.Namespace) -> Any:
 def load_tokenizer(options: argparse.Namespace, chats: Dataset) -> Any:
     if options.model is None:
         return small_tokenizer(chats, VOCABULARY)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--model {options.model}: its tokenizer can't be loaded: {error}") from None
+    tokenizer = data.load_tokenizer(options.model)
     tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer

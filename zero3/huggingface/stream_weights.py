@@ -16,7 +16,7 @@ from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import not_a_dtype
 from ..comm.agreement import NOTE_BYTES, agree
 from ..comm.mesh import shards_of
-from ..comm.plain_values import unreadable
+from ..comm.plain_values import integer, unreadable
 from ..conductors.conducted import unconducted
 from ..core.collectives import Collective
 from ..core.layer_state import LayerState
@@ -183,7 +183,7 @@ def _check_choice(options: Sequence[str], *, adapted: bool) -> None:
 def _check_max_bytes(max_bytes: int | None) -> None:
     if max_bytes is None:
         return
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
+    if integer(max_bytes) is None:
         raise TypeError(f"max_bytes must be a number of bytes or None, found {max_bytes!r}")
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, found {max_bytes}")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..build.selecting import formats_of
+from ..comm.plain_values import integer
 from ..core.parameters import find_parameters
 from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
@@ -113,9 +114,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise TypeError(f"{name} must be an integer, found {number!r}")
+            number = self._integer(name)
             if not 1 <= number <= most:
                 raise ValueError(
                     f"{name} must be {'1 or more' if number < 1 else f'{most} or less'}, found "
@@ -128,8 +127,7 @@ class Setup:
                 "optimizer must be such as torch.optim.AdamW, found "
                 f"{type(self.optimizer).__name__}"
             )
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool):
-            raise TypeError(f"rank must be an integer, found {self.rank!r}")
+        self._integer("rank")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(
                 f"rank must be one of the {self.ranks} ranks, 0 to {self.ranks - 1}, found "
@@ -157,6 +155,8 @@ class Setup:
             )
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)}, found {self.device!r}")
+        if integer(self.lora) is not None:
+            self._integer("lora")
         if isinstance(self.lora, bool | float | str) or (
             isinstance(self.lora, int) and not 1 <= self.lora <= 1 << 16
         ):
@@ -164,6 +164,14 @@ class Setup:
                 f"lora must be a rank from 1 to {1 << 16}, a configuration of peft's or None, "
                 f"found {self.lora!r}"
             )
+
+    def _integer(self, name: str) -> int:
+        """Makes the field an int, if it is an integer of any library."""
+        number = integer(getattr(self, name))
+        if number is None:
+            raise TypeError(f"{name} must be an integer, found {getattr(self, name)!r}")
+        object.__setattr__(self, name, number)
+        return number
 
     @property
     def replicas(self) -> int:
@@ -257,7 +265,7 @@ class Setup:
 def _check_mesh(mesh: Any, ranks: int) -> None:
     if mesh is None:
         return
-    if not isinstance(mesh, tuple) or len(mesh) != 2 or not all(type(size) is int for size in mesh):
+    if not isinstance(mesh, tuple) or len(mesh) != 2 or None in map(integer, mesh):
         raise TypeError(f"mesh must be (replicas, ranks of each) or None, found {mesh!r}")
     if min(mesh) < 1 or mesh[0] * mesh[1] != ranks:
         raise ValueError(
