@@ -109,7 +109,7 @@ class ShardingPolicy:
     checkpoints hold. A chunk is cast before it is sent, so `param_dtype=torch.bfloat16` halves the
     bytes of every gather.
 
-    Layers of a model may have policies of their own, but for what counts for the whole model:
+    Layers of a model may have policies of their own. Some fields count for the whole model:
     `dynamic`, `gradient_reduction`, `prefetch_depth`, `separate_backup_group`, `transactional`,
     `compare_every` and `resident_bytes` are the same in all of them. Anything else is a ValueError
     on all ranks that names the field and the layer: from `shard` and `Zero3Sequential`, and at the
@@ -193,7 +193,7 @@ class ShardingPolicy:
             optimizer's step, which then runs on the host, rounds as the host does. None: where
             layers compute.
         gather_format: The format in which trainable chunks travel when they are gathered: `Int8` or
-            `Float8` (of which a block has `block[1]` elements). Each rank quantises its chunk from
+            `Float8` (a block has `block[1]` elements). Each rank quantises its chunk from
             its first element on. What computes, in forward and in backward and on the chunk's owner
             too, is `dequantize(quantize(chunk))` in `param_dtype` or in the chunk's dtype: weights
             rounded to the nearest code, which is a bias. The chunks themselves, which the

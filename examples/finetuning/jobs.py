@@ -65,6 +65,9 @@ def fill(model: Any, options: argparse.Namespace) -> None:
 
 def save(model: Any, directory: Path, options: argparse.Namespace, ranks: Ranks) -> None:
     """The model (or its adapters), and the tokenizer, for `from_pretrained`. All ranks call it."""
+    if ranks.rank == 0:
+        there = any(directory.glob("*.safetensors"))
+        print("replacing what is in" if there else "writing", directory.resolve(), flush=True)
     zero3.save_pretrained(model, directory)
     if ranks.rank == 0:
         tokenizer_of(options).save_pretrained(directory)

@@ -75,7 +75,7 @@ def stream_weights(
     gradients and everything else of the model stay as they are.
 
     A tensor is valid until the next one is asked for: copy what you keep. A rank that stops early
-    (`close()`, `break`, an exception) takes part in what is left, so that the others get
+    (`close()`, `break`, an exception) takes part in all remaining transfers, so that the others get
     everything. A rank that still holds its iterator does so when it uses the model next; then the
     iterator is over. If it does nothing more, the others raise at the group's timeout. On a mesh of
     replicas one replica may stream alone.
@@ -97,8 +97,8 @@ def stream_weights(
         ValueError: Nothing in `model` is sharded, `max_bytes` is less than 1, or ranks differ. A
             model with adapters needs `merge_adapters` or `adapters_only`, and one without has
             neither; both together, several active adapters with `adapters_only`, and kinds of
-            adapters that have no merge, are refused too, and so is what peft refuses to merge (a
-            RuntimeError, if it is one of peft's). All ranks raise it, at the call.
+            adapters that have no merge, are refused too. So are adapters that peft refuses to merge
+            (a RuntimeError, if it is one of peft's). All ranks raise it, at the call.
         TypeError: `dtype` is no dtype, or `max_bytes` no integer. Likewise.
         RuntimeError: It is called inside a forward or a backward, or in `full_params`, `resident`
             or `parked`; parameters have no values; or a tensor is asked for after the model was
