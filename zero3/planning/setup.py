@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -61,10 +62,11 @@ _FRAGMENTED = (0.0, 0.06)  # of the tensors' bytes, in the caching allocator
 
 class Telling:
     """Shows the last thing that it was told, with the seconds since the first. Without a terminal
-    nobody sees it.
+    nobody sees it. A plan takes many steps, and what the log says of each it says once.
     """
 
     def __init__(self) -> None:
+        self._logged: set[str] = set()
         self._shown = False
         self._began = 0.0
 
@@ -77,13 +79,22 @@ class Telling:
 
     @contextmanager
     def until_over(self) -> Iterator[None]:
-        """Context, after which the line is empty again."""
+        """Context, after which the line is empty again. Inside, the log does not repeat itself."""
+        log, seen = logging.getLogger("zero3"), self._is_new
+        log.addFilter(seen)
         try:
             yield
         finally:
+            log.removeFilter(seen)
             if self._shown:
                 self._write("")
             self._shown = False
+
+    def _is_new(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        known = text in self._logged
+        self._logged.add(text)
+        return not known
 
     def _write(self, line: str) -> None:
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
