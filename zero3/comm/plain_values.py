@@ -63,7 +63,7 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     raise TypeError(
         f"{what} is a {type(value).__module__}.{type(value).__qualname__}: checkpoints, and "
         "messages between ranks, hold None, bool, int, float, str, lists, tuples, dicts and "
-        "tensors, and never a pickle. Use what it is made of (its state_dict())."
+        "tensors, and never a pickle. Give its parts instead, such as its state_dict()."
     )
 
 

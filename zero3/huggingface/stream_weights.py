@@ -262,8 +262,8 @@ class _Stream(Generator[Any, None, None]):
     def send(self, value: object) -> Any:
         if self._ended_by:
             raise RuntimeError(
-                f"stream_weights: this stream is over, because the model {self._ended_by} on this "
-                "rank since it was begun. Begin another one"
+                f"stream_weights: on this rank the model {self._ended_by}, and that has ended this "
+                "stream. Begin another one"
             )
         if self._is_over:
             raise StopIteration

@@ -190,7 +190,7 @@ class _ParkingFile:
         for place, piece in _pieces(memories):
             here = piece if piece.device.type == "cpu" else piece.cpu()
             if read_bytes(self._file, place, bytes_of(here)) < piece.numel():
-                raise OSError(f"{self._directory!r} has lost a part of what was parked there")
+                raise OSError(f"{self._directory!r} has lost a part of the parked values")
             piece.copy_(here)
 
 
