@@ -24,10 +24,11 @@ try:
     import peft
     import transformers
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from trl import DPOConfig, DPOTrainer
 
     from finetuning.chats import small_config, small_tokenizer
+    from finetuning.data import load_tokenizer
     from zero3.integrations.transformers import Zero3Mixin
 except ImportError as error:
     MISSING, DPOTrainer = error, object  # which `--help` does without
@@ -72,7 +73,7 @@ def preferences(path: Path | None) -> Dataset:
 
 def load(options: argparse.Namespace, data: Dataset) -> tuple[Any, Any]:
     if options.model is not None:
-        return AutoModelForCausalLM.from_pretrained(options.model), AutoTokenizer.from_pretrained(options.model)
+        return AutoModelForCausalLM.from_pretrained(options.model), load_tokenizer(options.model)
     transformers.set_seed(0)
     chats = [{"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]} for row in data]
     return AutoModelForCausalLM.from_config(small_config(VOCABULARY)), small_tokenizer(Dataset.from_list(chats), VOCABULARY)

@@ -36,7 +36,7 @@ from finetuning.options import options_of
 MISSING = None
 try:
     from tqdm import tqdm
-    from transformers import AutoTokenizer, GPTNeoXConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GPTNeoXConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
     from finetuning import data
     from finetuning.any_model import AnyModel
@@ -113,7 +113,7 @@ def finetune(options: argparse.Namespace, ranks: Ranks) -> Summary:
 def load_config_and_tokenizer(options: argparse.Namespace, text: str, ranks: Ranks) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """Those of `--model`, or new ones. A new tokenizer is rank 0's, so that no two ranks can have learnt different ones."""
     if options.model is not None:
-        return load_config(options.model), AutoTokenizer.from_pretrained(options.model)
+        return load_config(options.model), data.load_tokenizer(options.model)
     learnt = data.train_bpe(text, options.vocabulary) if ranks.rank == 0 else ""
     tokenizer = data.make_tokenizer(ranks.from_first(learnt))
     return small_config(len(tokenizer), options.width, options.blocks, options.heads), tokenizer

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
-from finetuning.jobs import fill, model_on_meta, new_parser, policy_of, rows, train
+from finetuning.jobs import fill, model_on_meta, new_parser, policy_of, rows, save, train
 from finetuning.options import positive
 from finetuning.ranks import join_ranks
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.manual_seed(options.seed)
         batches = rows(options, ranks.device, ranks.rank // sp)  # the same on all ranks that share a sequence
         train(model, batches, options, ranks, part_of_loss)
-        zero3.save_pretrained(model, options.output)
+        save(model, options.output, options, ranks)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import zero3
-from finetuning.jobs import fill, model_on_meta, new_parser, policy_of, rows, train
+from finetuning.jobs import fill, model_on_meta, new_parser, policy_of, rows, save, tokenizer_of, train
 from finetuning.ranks import join_ranks
 
 
@@ -33,9 +33,11 @@ def main(arguments: Sequence[str] | None = None, quantize: object = None, descri
         if ranks.rank == 0:
             print(zero3.report(model))
         train(model, rows(options, ranks.device, ranks.rank), options, ranks)
-        zero3.save_pretrained(model, options.output)  # the adapters alone
+        save(model, options.output, options, ranks)  # the adapters alone
         if options.merge:
             zero3.save_merged(model, options.output / "merged")
+            if ranks.rank == 0:
+                tokenizer_of(options).save_pretrained(options.output / "merged")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 import zero3
-from finetuning.jobs import model_on_meta, new_parser, policy_of, rows, train
+from finetuning.jobs import model_on_meta, new_parser, policy_of, rows, save, train
 from finetuning.ranks import join_ranks
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if ranks.rank == 0:
             print(zero3.report(model))
         train(model, rows(options, ranks.device, ranks.rank), options, ranks)
-        zero3.save_pretrained(model, options.output)
+        save(model, options.output, options, ranks)
 
 
 if __name__ == "__main__":

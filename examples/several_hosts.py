@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
-from finetuning.jobs import fill, model_on_meta, new_parser, plain_loss, policy_of, rows
+from finetuning.jobs import fill, model_on_meta, new_parser, plain_loss, policy_of, rows, save
 from finetuning.options import positive
 from finetuning.ranks import join_ranks
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(f"step {step}: loss {mean:.4f}, saved in {path}", flush=True)
         if loss is None and ranks.rank == 0:
             print(f"step {begun}: all steps were done")
-        zero3.save_pretrained(model, options.output / "model")
+        save(model, options.output / "model", options, ranks)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,11 @@ try:
     import peft
     import transformers
     from datasets import Dataset
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+    from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
+    from finetuning import data
     from finetuning.chats import TEMPLATE, last_answer, load_chats, made_chats, prompts_of, small_config, small_tokenizer
     from finetuning.fast import STATE, FastCheckpoints, GoesOn, step_of
     from finetuning.pictures import drawn_chats, small_processor, small_vision_config
@@ -204,10 +205,7 @@ def load_tokenizer(options: argparse.Namespace, chats: Dataset) -> Any:
     sees = has_images(chats)
     if options.model is None:
         return (small_processor if sees else small_tokenizer)(chats, VOCABULARY)
-    try:
-        found = (transformers.AutoProcessor if sees else AutoTokenizer).from_pretrained(options.model)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"--model {options.model}: its {'processor' if sees else 'tokenizer'} can't be loaded: {error}") from None
+    found = data.load_tokenizer(options.model, transformers.AutoProcessor if sees else transformers.AutoTokenizer)
     found.chat_template = found.chat_template or TEMPLATE
     tokenizer = getattr(found, "tokenizer", found)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from .comm.communicator import Communicator
+from .comm.plain_values import integer
 from .quantized.formats import Float8, Format, Int8
 
 __all__: list[str] = []
@@ -108,7 +109,7 @@ class ShardingPolicy:
     checkpoints hold. A chunk is cast before it is sent, so `param_dtype=torch.bfloat16` halves the
     bytes of every gather.
 
-    Layers of a model may have policies of their own, but for what counts for the whole model:
+    Layers of a model may have policies of their own. Some fields count for the whole model:
     `dynamic`, `gradient_reduction`, `prefetch_depth`, `separate_backup_group`, `transactional`,
     `compare_every` and `resident_bytes` are the same in all of them. Anything else is a ValueError
     on all ranks that names the field and the layer: from `shard` and `Zero3Sequential`, and at the
@@ -192,7 +193,7 @@ class ShardingPolicy:
             optimizer's step, which then runs on the host, rounds as the host does. None: where
             layers compute.
         gather_format: The format in which trainable chunks travel when they are gathered: `Int8` or
-            `Float8` (of which a block has `block[1]` elements). Each rank quantises its chunk from
+            `Float8` (a block has `block[1]` elements). Each rank quantises its chunk from
             its first element on. What computes, in forward and in backward and on the chunk's owner
             too, is `dequantize(quantize(chunk))` in `param_dtype` or in the chunk's dtype: weights
             rounded to the nearest code, which is a bias. The chunks themselves, which the
@@ -260,8 +261,9 @@ class ShardingPolicy:
     expert_parallel: bool = False
 
     def __post_init__(self) -> None:
-        if repr(self.stage) not in ("1", "2", "3"):  # refuses True and 2.0 too
+        if (stage := integer(self.stage)) not in (1, 2, 3):  # refuses True and 2.0 too
             raise ValueError(f"stage must be 1, 2 or 3, found {self.stage!r}")
+        object.__setattr__(self, "stage", stage)
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(
                 f"gradient_reduction must be 'mean' or 'sum', found {self.gradient_reduction!r}"
@@ -299,11 +301,12 @@ class ShardingPolicy:
                     "experts are not gathered, and every rank makes the exchanges of every call"
                 )
         for name in ("prefetch_depth", "compare_every", "resident_bytes"):
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise TypeError(f"{name} must be an integer, found {number!r}")
+            number = integer(getattr(self, name))
+            if number is None:
+                raise TypeError(f"{name} must be an integer, found {getattr(self, name)!r}")
             if number < 0:
                 raise ValueError(f"{name} must be 0 or more, found {number}")
+            object.__setattr__(self, name, number)
 
     def _check_offload(self) -> None:
         if self.offload is None:

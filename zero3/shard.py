@@ -270,8 +270,7 @@ def _partitioned(
         if part.dealer is not None and id(part.module) in found.in_towers:
             raise ValueError(
                 f"layer {part.label} has experts that stay at home (expert_parallel=True), and is "
-                "in what is optional, which not every rank calls. optional=() gives a model "
-                "without towers"
+                "in a tower, which not every rank calls. With optional=() the model has no towers"
             )
     return found
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = ["held_out_batches", "load_text", "make_tokenizer", "split_tokens", "train_bpe", "training_batch"]
+__all__ = [
+    "byte_tokenizer",
+    "held_out_batches",
+    "load_text",
+    "load_tokenizer",
+    "make_tokenizer",
+    "split_tokens",
+    "train_bpe",
+    "training_batch",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -73,6 +83,27 @@ def train_bpe(text: str, vocabulary: int) -> str:
 
 def make_tokenizer(json: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Each byte is a token, and its number is the token's. The end of a text is the byte 0, which no text has."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters: the other bytes take those from 256 on
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(256), bos_token=chr(256))
+
+
+def load_tokenizer(directory: Path, kind: Any = AutoTokenizer) -> Any:
+    """That of a model's directory, or its processor (`AutoProcessor`); ends the program if it has none."""
+    what = "tokenizer" if kind is AutoTokenizer else "processor"
+    try:
+        return kind.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        expected = f"expected is a {what} beside the model, as {kind.__name__}'s save_pretrained leaves it"
+        raise SystemExit(f"--model {directory}: its {what} can't be loaded ({expected}): {error}") from None
 
 
 def split_tokens(tokenizer: PreTrainedTokenizerBase, text: str, held_out: float = 0.1) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import zero3
 from finetuning.options import HelpFormatter, positive
 from finetuning.ranks import Ranks
 
-__all__ = ["model_on_meta", "new_parser", "plain_loss", "rows", "train"]
+__all__ = ["model_on_meta", "new_parser", "plain_loss", "rows", "save", "tokenizer_of", "train"]
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3, "vocab_size": 256}
 
@@ -63,16 +63,28 @@ def fill(model: Any, options: argparse.Namespace) -> None:
     zero3.materialize(model)  # what no file has
 
 
+def save(model: Any, directory: Path, options: argparse.Namespace, ranks: Ranks) -> None:
+    """The model (or its adapters), and the tokenizer, for `from_pretrained`. All ranks call it."""
+    if ranks.rank == 0:
+        there = any(directory.glob("*.safetensors"))
+        print("replacing what is in" if there else "writing", directory.resolve(), flush=True)
+    zero3.save_pretrained(model, directory)
+    if ranks.rank == 0:
+        tokenizer_of(options).save_pretrained(directory)
+
+
+def tokenizer_of(options: argparse.Namespace) -> Any:
+    """That of --model; the small model reads bytes."""
+    from finetuning.data import byte_tokenizer, load_tokenizer  # --help does without tokenizers
+
+    return byte_tokenizer() if options.model is None else load_tokenizer(options.model)
+
+
 def tokens_of(options: argparse.Namespace) -> Tensor:
-    """Of the text, 1-D: by the tokenizer of --model, or bytes."""
-    from finetuning.data import load_text  # --help does without tokenizers
+    """Of the text, 1-D."""
+    from finetuning.data import load_text
 
-    text = load_text(options.text)
-    if options.model is None:
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
-    from transformers import AutoTokenizer
-
-    return torch.tensor(AutoTokenizer.from_pretrained(options.model)(text, add_special_tokens=False, verbose=False).input_ids)
+    return torch.tensor(tokenizer_of(options)(load_text(options.text), add_special_tokens=False, verbose=False).input_ids)
 
 
 def rows(options: argparse.Namespace, device: torch.device, number: int) -> Iterator[dict[str, Tensor]]:

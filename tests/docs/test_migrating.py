@@ -153,6 +153,128 @@ def test_every_right_hand_side_of_migrating_runs() -> None:
     assert on_ranks(2, run, debug="OFF") == [[], []]  # torch's own checks end DDP's processes on gloo
 
 
+def section(title: str) -> list[tuple[str, list[str]]]:
+    """The rows of a section: the cell on the left, and the code on the right."""
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in PAGE.partition(f"## {title}")[2].partition("\n## ")[0].splitlines()
+        if line.startswith("| ")
+    ]
+    return [(cells[0], re.findall(r"`([^`]+)`", cells[1])) for cells in rows[1:]]
+
+
+def run_trainer(rank: Rank) -> list[tuple[str, float, str]]:
+    """Each row of the Trainer, for one step: the row, the loss of that step, and what the model says of itself."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    from tests.support.trainers import arguments, collate, launched, llama, logged, rows
+    from zero3.integrations.transformers import Zero3Trainer
+
+    def train(of_trainer: str = "", of_arguments: str = "", model: Any = None) -> tuple[float, str]:
+        names = {"zero3": zero3, "Zero3Trainer": Zero3Trainer, "LlamaDecoderLayer": LlamaDecoderLayer, "model": model or llama()}
+        names["arguments"] = arguments(rank.scratch, max_steps=1, **eval(f"dict({of_arguments})", names))
+        names |= {"given": {"train_dataset": rows(8), "data_collator": collate}}
+        trainer = eval(f"Zero3Trainer(model=model, args=arguments, **given, {of_trainer})", names)
+        trainer.train()
+        assert isinstance(trainer.model.model.layers[0], (zero3.Zero3Layer, LlamaDecoderLayer))
+        checkpointed = " checkpointed" if trainer.model.is_gradient_checkpointing else ""
+        return logged(trainer, "loss")[0][0], str(zero3.report(trainer.model)).rpartition(" ShardingPolicy")[2] + checkpointed
+
+    found = []
+    with launched(rank):
+        path = rank.scratch / "base"
+        if rank.number == 0:
+            llama().save_pretrained(path)
+        for left, spans in section("From the Trainer's"):
+            if "cpu_ram_efficient_loading" in left:
+                with eval(spans[0], {"torch": torch}):
+                    model = llama()
+                for span in spans[1:]:
+                    eval(span, {"zero3": zero3, "model": model, "path": path})
+                outcome = train(model=model)
+            elif left == "`bf16=True`":
+                outcome = train("", "bf16=True")
+            elif spans and spans[0].startswith("Zero3Trainer("):
+                assert spans[0] == "Zero3Trainer(model=model, args=arguments, ...)"
+                outcome = train()
+            else:
+                own = spans[:1] if "TrainingArguments" not in spans else []
+                outcome = train(*own, of_arguments="" if own else "".join(spans[:1]))
+            found.append((left, *outcome))
+    return found
+
+
+@pytest.mark.slow
+def test_every_row_of_the_trainer_trains() -> None:
+    first, second = on_ranks(2, run_trainer, process_group=False)
+    assert [row[0] for row in first] == [row[0] for row in second] and len(first) == 9
+    losses = {left: loss for left, loss, _ in first}
+    bf16 = losses.pop("`bf16=True`")
+    assert max(losses.values()) - min(losses.values()) < 1e-5 and abs(bf16 - min(losses.values())) < 0.05
+    policies = {left: policy for left, _, policy in first}
+    chosen = {  # what differs from nothing chosen
+        "shard_grad_op": "reshard_after_forward=False", "offload": "offload='cpu'", "activation_checkpointing": "checkpointed",
+        "bf16=True": "param_dtype=torch.bfloat16",
+    }  # fmt: skip
+    for word, says in chosen.items():
+        (row,) = [left for left in policies if word in left]
+        assert says in policies[row], policies[row]
+
+
+def run_torchtune(rank: Rank, port: str) -> list[tuple[str, dict[str, str]]]:
+    """Each command of torchtune's section, with two steps: the files that it has left, and their hashes."""
+    import contextlib
+    import hashlib
+    import io
+    import json
+    import runpy
+    import sys
+
+    from tests.support.trainers import launched, llama
+
+    base, chats = rank.scratch / "DIR", rank.scratch / "chats.jsonl"
+    with launched(rank), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_PORT", port)
+        patch.syspath_prepend(str(ROOT / "examples"))
+        if rank.number == 0:
+            from finetuning.data import byte_tokenizer
+
+            llama(vocab_size=256).save_pretrained(base)
+            byte_tokenizer().save_pretrained(base)
+            shown = re.findall(r"```json\n(.*?)\n```", PAGE)[0]
+            assert json.loads(shown)["messages"][0]["role"] == "user"
+            chats.write_text(f"{shown}\n" * 40)
+        (whole,) = [span for _, spans in section("From torchtune") for span in spans if span.startswith("torchrun")]
+        launch, _, options = whole.partition(" examples/sft.py ")
+        assert launch == "torchrun --nproc-per-node 2"
+        more = [span.removeprefix("examples/sft.py ") for _, spans in section("From torchtune") for span in spans if "--" in span[:20]]
+        found = []
+        for number, added in enumerate(["", *(each for each in more if not each.startswith("torchrun"))]):
+            output = rank.scratch / f"out{number}"
+            few = f"--device cpu --steps 2 --every 2 --samples 0 --output {output}"
+            given = options.replace("DIR", str(base)).replace("chats.jsonl", str(chats))
+            patch.setattr(sys, "argv", ["sft.py", *f"{given} {added} {few}".split()])
+            with contextlib.redirect_stdout(io.StringIO()):
+                runpy.run_path(str(ROOT / "examples" / "sft.py"), run_name="__main__")
+            files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in output.glob("*model*.safetensors")}
+            found.append((added, files))
+        return found
+
+
+@pytest.mark.slow
+def test_every_command_of_torchtune_trains() -> None:
+    pytest.importorskip("trl", reason="the example's packages are not installed: pip install 'zero3[trl,examples]'")
+    import socket
+
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    found = on_ranks(2, run_torchtune, port, process_group=False)[0]
+    model, adapters = ["model.safetensors"], ["adapter_model.safetensors"]
+    wanted = [("", model), ("--lora 16", adapters), ("--lora 16 --quantize nf4", adapters), ("--packing", model)]
+    assert [(added, list(files)) for added, files in found] == wanted
+    assert len({digest for _, files in found for digest in files.values()}) == 4, "no option is without effect"
+
+
 def test_what_migrating_gives_a_trainer_is_taken(tmp_path: Path) -> None:
     """Rows of the Trainer: keywords of `Zero3Trainer`, and of TrainingArguments. Those of torchtune: options of the recipe."""
     import inspect

@@ -105,3 +105,32 @@ def test_materialize_begins_adapters_on_meta_as_peft_does_over_a_base_that_was_r
             elif quantize is None:
                 plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
                 assert torch.equal(value, base.state_dict()[plain]), name
+
+
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "lm_head", "norm"]], ids=" ".join)
+def test_load_pretrained_begins_modules_to_save_as_the_base_does(tmp_path: Path, saved: list[str]) -> None:
+    """On the meta device, and over other values: peft, too, trains copies of a base that was read before."""
+    llama = ARCHITECTURES["Llama"]._replace(dtype=torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved)
+    base = llama.build()
+    base.save_pretrained(tmp_path)
+    expected = peft.get_peft_model(base, config).state_dict()
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        model = zero3.shard(models[group.rank], device="cpu", process_group=group)
+        if not meta:
+            for chunk in model.parameters():
+                chunk.data.fill_(7.0)
+        zero3.load_pretrained(model, tmp_path)
+        zero3.materialize(model)
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    for meta in (True, False):
+        models = []
+        for _ in range(2):
+            with torch.device("meta" if meta else "cpu"):
+                models.append(peft.get_peft_model(llama.build(), config))
+        for found in run_ranks(2, body):
+            kept = {name: value for name, value in found.items() if "lora_" not in name}
+            assert any(".modules_to_save.default." in name for name in kept)
+            assert_close(kept, {name: expected[name] for name in kept}, 0, "values")

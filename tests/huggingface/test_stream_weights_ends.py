@@ -113,7 +113,7 @@ def test_a_rank_that_holds_stream_weights_finishes_it_at_its_next_use_of_the_mod
         if group.rank == 1:
             next(stream)
             do(model, tmp_path)
-            with pytest.raises(RuntimeError, match=f"stream_weights: this stream is over, because the model {what} on this rank"):
+            with pytest.raises(RuntimeError, match=f"stream_weights: on this rank the model {what}, and that has ended this stream"):
                 next(stream)
         else:
             found = {name: tensor.clone() for name, tensor in stream}
@@ -133,7 +133,7 @@ def test_a_backward_finishes_stream_weights() -> None:
         loss.backward()
         assert all(chunk.grad is not None for chunk in zero3.get_trainable_chunk(model))
         if group.rank:
-            with pytest.raises(RuntimeError, match="stream_weights: this stream is over, because the model begins a backward"):
+            with pytest.raises(RuntimeError, match="stream_weights: on this rank the model begins a backward, and that"):
                 next(stream)
 
     on_two(stack, body)

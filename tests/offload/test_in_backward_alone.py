@@ -15,9 +15,9 @@ from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence, process_group
 
 SAYS = (
-    r"layer .+ is stepped inside backward by another living AdamW \(offload_optimizer with in_backward=True\), and a gradient that it has "
-    "used up is none for this SGD. Give each chunk to one optimizer, or delete the other one first, and what refers to it, as a scheduler "
-    "does$"
+    r"layer .+ is stepped inside backward by another living AdamW \(offload_optimizer with in_backward=True\)\. That one uses the "
+    r"gradients up, and none would be left for this SGD\. Give each chunk to one optimizer, or first delete the other one, and schedulers "
+    "and all else that refers to it$"
 )
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zero3
 from tests.support.adapters import adapted, same_bits
-from tests.support.models import WORLDS, Broken
+from tests.support.models import WORLDS, Broken, mean_square, mlp
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
-from tests.support.reference import Turn, on_two, process_group
+from tests.support.reference import Turn, assert_close, on_two, process_group
 from tests.support.stacks import loss_of, stack
 from zero3 import ShardingPolicy
 from zero3.access import states_of
@@ -361,6 +361,24 @@ def test_an_open_graph_survives_parked(tmp_path: Path) -> None:
         assert same_bits(found, [p.grad.as_subclass(Tensor) for p in model.parameters()])
 
     on_two(stack, body)
+
+
+def test_parked_takes_groups_of_which_a_rank_has_nothing() -> None:
+    """Of one whole matrix two of three ranks have no part: `param_groups` gives their groups an empty parameter."""
+
+    def body(group: ThreadCommunicator) -> list[int]:
+        model = zero3.shard(mlp(1), layers=[nn.Sequential], process_group=group)
+        groups = zero3.param_groups(model, lambda name, info: {"whole": info.ndim == 2})
+        optimizer = zero3.OptimizerList(*[torch.optim.AdamW([each], lr=0.1) for each in groups])
+        mean_square(model, Turn(group.rank, 0, 1))
+        optimizer.step()
+        before = zero3.full_state_dict(model, rank0_only=False)
+        with zero3.parked(model, optimizer):
+            pass
+        assert_close(zero3.full_state_dict(model, rank0_only=False), before, 0, "values")
+        return [p.numel() for each in groups for p in each["params"]]
+
+    assert any(0 in found for found in run_ranks(3, body))
 
 
 def train(rank: Rank, parks: bool) -> list[float]:

@@ -104,6 +104,39 @@ def test_check_optimizer_sees_blocks_that_are_longer_than_align() -> None:
     on_ranks(2, check_longer_blocks)
 
 
+def stacks(rank: Rank) -> list[str]:
+    """AdEMAMix keeps two moments in one tensor: a checkpoint goes on with the same cuts alone, and a full state dict with all."""
+
+    def made_with(model: Any, options: dict[str, Any]) -> Any:
+        return made.AdEMAMix(zero3.param_groups(model, lambda name, info: dict(options)), optim_bits=8)
+
+    told = []
+    cuts: list[dict[str, Any]] = [{"whole": True}, {"align": 256}]
+    for number, (here, there) in enumerate([tuple(cuts), tuple(reversed(cuts))]):
+        model, other = (zero3.shard(Parts(LENGTHS), layers=Block) for _ in range(2))
+        optimizer, loads = made_with(model, here), made_with(other, there)
+        go(model, optimizer, range(2), own(rank.number, rank.world_size))
+        zero3.save_checkpoint(rank.scratch / str(number), model, optimizer)
+        with pytest.raises(ValueError, match="does not fit") as error:
+            zero3.load_checkpoint(rank.scratch / str(number), other, loads)
+        told.append(str(error.value))
+        zero3.load_full_state_dict(other, zero3.full_state_dict(model))
+        zero3.load_full_optimizer_state_dict(other, loads, zero3.full_optimizer_state_dict(model, optimizer))
+        for each, by in ((model, optimizer), (other, loads)):
+            go(each, by, range(2, 4), own(rank.number, rank.world_size))
+        found, expected = (zero3.full_state_dict(each, rank0_only=False) for each in (other, model))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    return told
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_stacked_state_names_the_cuts_that_it_was_saved_with() -> None:
+    for whole, aligned in on_ranks(2, stacks):
+        for told, cut in ((whole, "whole"), (aligned, "aligned")):
+            assert f"AdEMAMix held {cut} parameters when it was saved" in told and "load_full_optimizer_state_dict" in told
+            assert "expected nothing" not in told and "keeps" not in told
+
+
 def prepare_with_settings(rank: Rank) -> list[Any]:
     from zero3.integrations.accelerate import Zero3Accelerator
 

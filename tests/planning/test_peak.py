@@ -208,6 +208,15 @@ def test_plan_keeps_to_itself_what_the_log_says_of_a_model_that_is_sharded(caplo
     assert caplog.messages == ["heard"]
 
 
+def test_plan_logs_once_that_masters_are_in_16_bits(caplog: pytest.LogCaptureFixture) -> None:
+    """Other policies are planned by steps of their own, each of which is the first of an optimizer."""
+    found = zero3.plan(model_of(Case()).bfloat16(), ranks=2, batch=1, sequence=8)
+    found.compare([zero3.ShardingPolicy(stage=2), zero3.ShardingPolicy()])
+    assert len([text for text in caplog.messages if "smaller than half of the last bit" in text]) == 1
+    zero3.plan(model_of(Case()).bfloat16(), ranks=2, batch=1, sequence=8)
+    assert len(caplog.messages) == 2, "another plan says it again"
+
+
 def test_plan_of_a_model_of_peft_is_that_of_lora() -> None:
     import peft
 

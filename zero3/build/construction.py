@@ -28,7 +28,7 @@ from ..comm.factory import (
     communicator_for,
     decline,
 )
-from ..comm.plain_values import not_copied
+from ..comm.plain_values import integer, not_copied
 from ..conductors.comparing import conductor_for
 from ..core.casting import caller_for
 from ..core.full_buffer import Lifetime
@@ -449,7 +449,7 @@ def _check_request(
     ):
         if given is None:
             continue
-        if not isinstance(given, int) or isinstance(given, bool):
+        if integer(given) is None:
             raise TypeError(f"{name} must be an integer or None, found {given!r}")
         if given != actual:
             raise ValueError(

@@ -180,7 +180,7 @@ def _refuse_links(path: Path) -> None:
     mode = path.lstat().st_mode if os.path.lexists(path) else stat.S_IFREG
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ValueError(
-            f"{path} is a link or a device, which no save makes: replace it by what it points to"
+            f"{path} is a link or a device, which no save makes: replace it by its target"
         )
 
 

@@ -24,6 +24,7 @@ __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
 _CPU = torch.device("cpu")
+_NOTHING = "the optimizer's state does not fit; nothing was loaded"
 
 _FLAT = ((4,), (6144,))  # shapes for the steps: some optimizers keep other keys for small tensors
 _SMALL, _LARGE = (6, 5, 2, 2, 2, 2), (64, 96, 2, 2, 2, 2)
@@ -158,6 +159,8 @@ def place(
     """
     problems = _problems_of_groups(optimizer, own, source, contents)
     problems += _problems_of_kinds(own, source)
+    if stacks := _problems_of_stacks(optimizer, held, source, contents):
+        raise ValueError(f"{_NOTHING}. {'. '.join(stacks)}")  # all others follow from these
     flat = [one for one in held if not optimizer.is_aligned(one.group)]
     problems += _KeptKeys(optimizer, source, contents).problems(flat)
     by_name = source.options_by_name()
@@ -177,8 +180,7 @@ def place(
             if not problems:
                 placing.allocate(one, named)
     if problems:
-        what = "the optimizer's state does not fit; nothing was loaded"
-        raise ValueError(f"{what}. {'. '.join(problems)}")
+        raise ValueError(f"{_NOTHING}. {'. '.join(problems)}")
     if contents.is_first and (kinds := _other_kinds(own, source)) is not None:
         what = "the state of %s is loaded into %s; options that both have are those that were saved"
         _log.warning(what, *kinds)
@@ -251,6 +253,30 @@ def _problems_of_kinds(own: OptimizerContents, source: OptimizerContents) -> lis
             what = f"trained by {other} when it was saved, and given to {kind} here"
             problems.append(f"{what}: {moved}")
     return problems
+
+
+def _problems_of_stacks(
+    optimizer: Together, held: list[Held], source: OptimizerContents, contents: Contents
+) -> list[str]:
+    """Finds state that stacks several tensors (AdEMAMix), and was saved of whole parameters and is
+    loaded into aligned ones, or the other way round. Files of aligned ones have the rows apart.
+    """
+    found: dict[str, list[str]] = {}
+    for one in held:
+        for name in (span.name for span in one.filled):
+            saved, own = source.state.get(name, NamedState()), list(contents.shape(name))
+            stacked = any(shape[1:] == own for _, shape in saved.whole.values())
+            apart = any("#" in key for key in saved.keys)
+            if stacked if optimizer.is_aligned(one.group) else apart:
+                how = f"{optimizer.kinds[one.group]} held {'whole' if stacked else 'aligned'}"
+                found.setdefault(how, []).append(name)
+    return [
+        f"{', '.join(names[:6] + ['...'] * (len(names) > 6))}: {how} parameters when it was saved, "
+        "and it stacks several tensors of its state in one. Here these parameters are cut in "
+        "another way. Give param_groups the options that it had then, or carry the state over by "
+        "full_optimizer_state_dict and load_full_optimizer_state_dict"
+        for how, names in found.items()
+    ]
 
 
 def _problems_of_slices(held: Held, named: dict[str, NamedState], contents: Contents) -> list[str]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..access import used
 from ..comm.agreement import agree, agreeing, exchange_texts
+from ..comm.plain_values import integer
 from ..core.layer_state import LayerState
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
@@ -150,13 +151,13 @@ class _Asked:
                 f"{path}: fsspec paths are not supported, because their stores have no atomic "
                 "rename: save to a directory, and copy it from there"
             )
-        if keep_last is not None and (type(keep_last) is bool or not isinstance(keep_last, int)):
+        if keep_last is not None and integer(keep_last) is None:
             expected = "keep_last must be an integer of at least 1, or None"
             raise TypeError(f"{expected}, found {keep_last!r}")
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, found {keep_last}")
         check_run(self.run)
-        if type(self.replicas) is not int:
+        if integer(self.replicas) is None:
             raise TypeError(f"replicas must be an integer of at least 0, found {self.replicas!r}")
         if self.replicas < 0 or (self.replicas and not self.local):
             raise ValueError(

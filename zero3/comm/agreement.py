@@ -107,7 +107,7 @@ def agree(
         present = [rank for rank, other in enumerate(told) if other != _ABSENT]
         if strange := [rank for rank in present if told[rank][-1] & ~1 != _AGREES]:
             raise RuntimeError(
-                f"rank {strange[0]} was elsewhere, and what it sent there has come here"
+                f"rank {strange[0]} is at another collective: its message has come here"
             )
         if len({digests[rank] for rank in present}) <= 1 and not any(
             digests[rank][-1] & 1 for rank in present

@@ -13,6 +13,7 @@ from .communicator import Communicator, SoloCommunicator
 from .gloo import IDENTITY_BYTES as IDENTITY_BYTES
 from .gloo import GlooCommunicator
 from .mesh import BlocksCommunicator, MeshCommunicator, shards_of
+from .plain_values import integer
 from .process_group import GroupCommunicator, board_of
 
 __all__: list[str] = []
@@ -138,7 +139,7 @@ def mesh_of_parts(parts: int, device: torch.device) -> Any:
         ValueError: The ranks can't be divided so.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1 or ranks % parts:
+    if integer(parts) is None or parts < 1 or ranks % parts:
         raise ValueError(
             f"sequence_parallel={parts!r}: {ranks} ranks can't be divided into groups of so many"
         )

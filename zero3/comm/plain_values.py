@@ -4,6 +4,7 @@ is never used.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,14 @@ _TENSOR, _TUPLE, _ITEMS, _COUNTER = "$tensor", "$tuple", "$items", "$counter"
 _SCALARS = (bool, int, float, str)
 
 
+def integer(value: Any) -> int | None:
+    """The int that an integer of any library is, such as numpy's. None: it is no integer."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     """Converts `value` to what JSON can hold. Tuples, counters and keys that are not strings are
     marked.
@@ -29,15 +38,11 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     """
     if value is None or (isinstance(value, _SCALARS) and type(value).__module__ == "builtins"):
         return value
+    if type(value).__module__ == "numpy" and (number := integer(value)) is not None:
+        return number
     # numpy.float64 is a float
-    if isinstance(value, float | int | str) and type(value).__module__ == "numpy":
-        return (
-            float(value)
-            if isinstance(value, float)
-            else str(value)
-            if isinstance(value, str)
-            else int(value)
-        )
+    if isinstance(value, float | str) and type(value).__module__ == "numpy":
+        return float(value) if isinstance(value, float) else str(value)
     if isinstance(value, Tensor):
         return {_TENSOR: tensor(value)}
     if isinstance(value, list):
@@ -58,7 +63,7 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     raise TypeError(
         f"{what} is a {type(value).__module__}.{type(value).__qualname__}: checkpoints, and "
         "messages between ranks, hold None, bool, int, float, str, lists, tuples, dicts and "
-        "tensors, and never a pickle. Use what it is made of (its state_dict())."
+        "tensors, and never a pickle. Give its parts instead, such as its state_dict()."
     )
 
 

@@ -82,8 +82,8 @@ def refuse_wrappers(name_of: Callable[[], str]) -> None:
             f"reduces the gradients of its layers itself, and {wrapper} would take each rank's "
             "slice for whole parameters. Train the model without the wrapper; wrap only modules "
             "that hold no sharded layer. For Accelerator, Trainer and TRL's trainers there are "
-            "others in zero3.integrations (docs/integrations.md); any other tool that wraps what "
-            "it is given gets the optimizer and the data loader without the model."
+            "others in zero3.integrations (docs/integrations.md); give any other tool that "
+            "wraps its arguments the optimizer and the data loader, and not the model."
         )
 
 

@@ -66,9 +66,10 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
         ValueError: Names are missing or unexpected (if `strict`) or stored twice, or shapes or
             kinds of values differ. One error names all problems.
     """
-    tensors = dict(named_tensors(model))
+    tensors, copies = dict(named_tensors(model)), dict[str, tuple[str, Tensor]]()
     if has_adapters(model) and isinstance(getattr(model.base_model, "prefix", None), str):
         model, tensors = model.get_base_model(), without_adapters(model, tensors)  # type: ignore[operator]
+        tensors, copies = _copies_apart(tensors)
     fitting = _Fitting(innermost(model), tensors, extra_state_modules(model))
     for key in fitting.conversions.sorted(stored):
         fitting.add(stored[key])
@@ -93,7 +94,27 @@ def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
             f"{'. '.join(texts)}"
         )
     found.used = fitting.conversions.used
+    for name, (original, copy) in copies.items():
+        if (index_map := found.maps.get(id(tensors.get(original)))) is not None:
+            found.names[id(copy)], found.tensors[id(copy)] = [name], copy
+            found.maps[id(copy)] = index_map
     return found
+
+
+def _copies_apart(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, tuple[str, Tensor]]]:
+    """Returns the tensors of a peft model's base by the base's own names; and those copies of them
+    that adapters train in their place (`modules_to_save`), with the name of what they begin as.
+    """
+    own, copies = dict[str, Tensor](), dict[str, tuple[str, Tensor]]()
+    for name, tensor in tensors.items():
+        module, saved, rest = name.partition(".modules_to_save.")
+        if saved:
+            copies[name] = (f"{module}.{rest.partition('.')[2]}", tensor)
+        else:
+            own[name.replace(".original_module.", ".")] = tensor
+    return own, copies
 
 
 def without_adapters(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]:

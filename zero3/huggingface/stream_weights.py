@@ -16,7 +16,7 @@ from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import not_a_dtype
 from ..comm.agreement import NOTE_BYTES, agree
 from ..comm.mesh import shards_of
-from ..comm.plain_values import unreadable
+from ..comm.plain_values import integer, unreadable
 from ..conductors.conducted import unconducted
 from ..core.collectives import Collective
 from ..core.layer_state import LayerState
@@ -75,7 +75,7 @@ def stream_weights(
     gradients and everything else of the model stay as they are.
 
     A tensor is valid until the next one is asked for: copy what you keep. A rank that stops early
-    (`close()`, `break`, an exception) takes part in what is left, so that the others get
+    (`close()`, `break`, an exception) takes part in all remaining transfers, so that the others get
     everything. A rank that still holds its iterator does so when it uses the model next; then the
     iterator is over. If it does nothing more, the others raise at the group's timeout. On a mesh of
     replicas one replica may stream alone.
@@ -97,8 +97,8 @@ def stream_weights(
         ValueError: Nothing in `model` is sharded, `max_bytes` is less than 1, or ranks differ. A
             model with adapters needs `merge_adapters` or `adapters_only`, and one without has
             neither; both together, several active adapters with `adapters_only`, and kinds of
-            adapters that have no merge, are refused too, and so is what peft refuses to merge (a
-            RuntimeError, if it is one of peft's). All ranks raise it, at the call.
+            adapters that have no merge, are refused too. So are adapters that peft refuses to merge
+            (a RuntimeError, if it is one of peft's). All ranks raise it, at the call.
         TypeError: `dtype` is no dtype, or `max_bytes` no integer. Likewise.
         RuntimeError: It is called inside a forward or a backward, or in `full_params`, `resident`
             or `parked`; parameters have no values; or a tensor is asked for after the model was
@@ -183,7 +183,7 @@ def _check_choice(options: Sequence[str], *, adapted: bool) -> None:
 def _check_max_bytes(max_bytes: int | None) -> None:
     if max_bytes is None:
         return
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
+    if integer(max_bytes) is None:
         raise TypeError(f"max_bytes must be a number of bytes or None, found {max_bytes!r}")
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, found {max_bytes}")
@@ -262,8 +262,8 @@ class _Stream(Generator[Any, None, None]):
     def send(self, value: object) -> Any:
         if self._ended_by:
             raise RuntimeError(
-                f"stream_weights: this stream is over, because the model {self._ended_by} on this "
-                "rank since it was begun. Begin another one"
+                f"stream_weights: on this rank the model {self._ended_by}, and that has ended this "
+                "stream. Begin another one"
             )
         if self._is_over:
             raise StopIteration

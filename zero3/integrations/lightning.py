@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..access import no_sync, states_of
+from ..access import is_sharded, no_sync
 from ..auto_wrap import Layers
 from ..checkpoint import manifest
 from ..checkpoint.full_state import full_state_dict, load_full_state_dict
@@ -351,9 +351,7 @@ def _prepare(
     and else autocast's.
     """
     mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(plugin.precision, "no")
-    try:
-        states_of(model)
-    except ValueError:
+    if not is_sharded(model):
         layers, optional, policy = sharding
         policy = policy or policy_for(mixed)
         shard(model, layers, optional=optional, device=device, policy=policy)

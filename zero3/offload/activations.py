@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..comm.plain_values import integer
 from ..comm.streams import Lane, has_streams, lanes_for
 from ..core.full_buffer import shows_parameters
 from ..policy import place_of
@@ -66,7 +67,7 @@ def offload_activations(
         loss.backward()
     """
     place = place_of(to, 'to must be "cpu" or a directory')
-    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool):
+    if integer(min_bytes) is None:
         raise TypeError(f"min_bytes must be an integer, found {min_bytes!r}")
     if min_bytes < 0:
         raise ValueError(f"min_bytes must be 0 or more, found {min_bytes}")

@@ -31,9 +31,9 @@ def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
     if (found := _stepped_already(optimizer)) is not None:
         raise ValueError(
             f"layer {found[0]} is stepped inside backward by another living {found[1]} "
-            "(offload_optimizer with in_backward=True), and a gradient that it has used up is "
-            f"none for this {type(optimizer).__name__}. Give each chunk to one optimizer, or "
-            "delete the other one first, and what refers to it, as a scheduler does"
+            "(offload_optimizer with in_backward=True). That one uses the gradients up, and none "
+            f"would be left for this {type(optimizer).__name__}. Give each chunk to one optimizer, "
+            "or first delete the other one, and schedulers and all else that refers to it"
         )
 
 

@@ -141,7 +141,8 @@ def _check(states: Sequence[LayerState], members: Sequence[Any]) -> None:
         raise RuntimeError("parked inside step_guard: put it around the guard")
     own = {id(part.parameter) for s in states for chunk in s.chunks for part in chunk.parts}
     own |= {id(each.parameter) for each in ignored_of(states)}
-    if strange := [p for p in held_by(*members) if id(p) not in own]:
+    # an empty parameter stands in a group of which this rank has nothing
+    if strange := [p for p in held_by(*members) if p.numel() and id(p) not in own]:
         raise ValueError(
             f"parked: the optimizer holds {len(strange)} parameters that are not this model's "
             f"chunks (the first has the shape {tuple(strange[0].shape)}): pass the model's own"
@@ -189,7 +190,7 @@ class _ParkingFile:
         for place, piece in _pieces(memories):
             here = piece if piece.device.type == "cpu" else piece.cpu()
             if read_bytes(self._file, place, bytes_of(here)) < piece.numel():
-                raise OSError(f"{self._directory!r} has lost a part of what was parked there")
+                raise OSError(f"{self._directory!r} has lost a part of the parked values")
             piece.copy_(here)
 
 

@@ -198,7 +198,7 @@ def _check_held(
         if isinstance(parameter, Superseded):
             raise ValueError(
                 f"the optimizer holds {parameter.zero3_name}, which zero3.param_groups has "
-                "replaced since: make the optimizer from what the last call returned"
+                "replaced since: make the optimizer from the groups that the last call returned"
             )
         if isinstance(parameter, ReleasedParameter) or id(parameter) in originals:
             name = originals.get(id(parameter), "of another sharded model")
@@ -289,7 +289,7 @@ def check_aligned(group: Mapping[str, Any], owned: Iterable[Owned], of: str) -> 
             raise ValueError(
                 f"a group of the {of} has align={align}, and one of its parameters is not cut so: "
                 f"it holds {held or 'padding'} of layer {each.state.label}. Make the optimizer "
-                "from what zero3.param_groups returned last"
+                "from the groups that zero3.param_groups returned last"
             )
 
 

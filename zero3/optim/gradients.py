@@ -28,8 +28,8 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     """This rank's slice of each trainable parameter's gradient, by the parameter's name in the
     unwrapped model.
 
-    The slices are views of the chunks' gradients, so a change in place is a change of what the
-    optimizer will see. Every element of a parameter is in one rank's slice, and the slices of all
+    The slices are views of the chunks' gradients. The optimizer sees a change that is made in
+    place. Every element of a parameter is in one rank's slice, and the slices of all
     ranks, in rank order, are the whole gradient, flattened. Nothing is communicated. With
     `stage=1`, every rank calls it, because gradients that are not reduced yet are reduced first.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..access import used
 from ..comm.agreement import agreeing
+from ..comm.plain_values import integer
 from ..core.layer_state import LayerState, Presence
 from ..core.layout import Slot
 from ..core.parameters import ShardedParameter
@@ -171,8 +172,9 @@ class _Answers:
             self.order[state, sharded.sites.name] = len(self.order)
             if not sharded.chunk.shard.requires_grad:
                 continue
-            answer = options(name, info_of(name, parameter))
-            spelled = "none" if answer is None else _spelled(_checked(name, answer), objects)
+            given = options(name, info_of(name, parameter))
+            answer = None if given is None else _checked(name, given)
+            spelled = "none" if answer is None else _spelled(answer, objects)
             self.lines.append(f"the options of {name}: {spelled}")
             if answer is None:
                 self.choices[state, sharded.sites.name] = Choice(None)
@@ -182,7 +184,7 @@ class _Answers:
                 _check_experts(name, answer, shares=sharded.chunk.at.layout.world_size)
             if spelled not in numbers:
                 numbers[spelled] = len(self.groups)
-                self.groups.append(_Group(dict(answer), parameter, whole))
+                self.groups.append(_Group(answer, parameter, whole))
             choice = Choice(numbers[spelled], whole, answer.get("align", 0))
             self.choices[state, sharded.sites.name] = choice
 
@@ -225,18 +227,18 @@ def _checked(name: str, answer: Any) -> dict[str, Any]:
         raise TypeError(
             f"options({name!r}) returned whole={answer['whole']!r}, expected True or False"
         )
-    align = answer.get("align", 1)
-    if not isinstance(align, int) or isinstance(align, bool) or align < 1:
+    align = integer(answer.get("align", 1))
+    if align is None or align < 1:
         raise ValueError(
-            f"options({name!r}) returned align={align!r}, expected a positive int: the number of "
-            "elements in a block of the optimizer's state"
+            f"options({name!r}) returned align={answer['align']!r}, expected a positive int: "
+            "the number of elements in a block of the optimizer's state"
         )
     if "align" in answer and answer.get("whole"):
         raise ValueError(
             f"options({name!r}) returned align={align} with whole=True: a whole parameter is not "
             "cut, so leave out align"
         )
-    return dict(answer)
+    return {**answer, "align": align} if "align" in answer else dict(answer)
 
 
 def _check_experts(name: str, answer: Mapping[str, Any], *, shares: int) -> None:

@@ -30,11 +30,10 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
     divided into two.
 
     An optimizer that was made before goes on if parameters were frozen and no chunk was divided: it
-    finds no gradients for what is frozen. In all other cases its next step raises, because it would
-    leave out what trains now. Make a new one then. To keep the old one's state, take
-    `full_optimizer_state_dict` before, put the names that begin to train into its groups, and
-    load it into the new one. Groups of `param_groups` are gone where an optimizer raises: call it
-    again.
+    finds no gradients for frozen parameters. In all other cases its next step raises, because it
+    would leave out what trains now. Make a new one then. To keep the old one's state, take
+    `full_optimizer_state_dict` before, put the names that begin to train into its groups, and load
+    it into the new one. Groups of `param_groups` are gone where an optimizer raises: call it again.
 
     Args:
         model: Any model that contains zero3 layers, between two steps: without gradients, and

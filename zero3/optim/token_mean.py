@@ -51,7 +51,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number
             of tokens is negative or not finite (a tensor on a GPU gives nan on all ranks), `model`
             is only a part of a model, a backward without a number of tokens has left gradients, or
-            nothing trains but what `ignored` leaves alone. Every rank raises it; on a GPU, where
+            only parameters that `ignored` leaves alone train. Every rank raises it; on a GPU, where
             the host does not wait, only the rank with the mistake.
         TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise
             it.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+from ..comm.plain_values import integer
 from .absent import Awaited, Issued
 from .work import Work
 
@@ -67,7 +68,7 @@ class Cluster:
             raise ValueError(f"straight must be True or False, found {self.straight!r}")
         for field in fields(self)[:-1]:
             number = getattr(self, field.name)
-            wrong = isinstance(number, bool) or not isinstance(number, int | float)
+            wrong = not isinstance(number, float) and integer(number) is None
             if number != field.default and (wrong or number <= 0):
                 raise ValueError(f"{field.name} must be a number above 0, found {number!r}")
 

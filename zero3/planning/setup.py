@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..build.selecting import formats_of
+from ..comm.plain_values import integer
 from ..core.parameters import find_parameters
 from ..layer import states_in
 from ..policy import ShardingPolicy
@@ -64,10 +66,11 @@ _FRAGMENTED = (0.0, 0.06)  # of the tensors' bytes, in the caching allocator
 
 class Telling:
     """Shows the last thing that it was told, with the seconds since the first. Without a terminal
-    nobody sees it.
+    nobody sees it. A plan takes many steps, and what the log says of each it says once.
     """
 
     def __init__(self) -> None:
+        self._logged: set[str] = set()
         self._shown = False
         self._began = 0.0
 
@@ -80,13 +83,22 @@ class Telling:
 
     @contextmanager
     def until_over(self) -> Iterator[None]:
-        """Context, after which the line is empty again."""
+        """Context, after which the line is empty again. Inside, the log does not repeat itself."""
+        log, seen = logging.getLogger("zero3"), self._is_new
+        log.addFilter(seen)
         try:
             yield
         finally:
+            log.removeFilter(seen)
             if self._shown:
                 self._write("")
             self._shown = False
+
+    def _is_new(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        known = text in self._logged
+        self._logged.add(text)
+        return not known
 
     def _write(self, line: str) -> None:
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
@@ -138,9 +150,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise TypeError(f"{name} must be an integer, found {number!r}")
+            number = self._integer(name)
             if not 1 <= number <= most:
                 raise ValueError(
                     f"{name} must be {'1 or more' if number < 1 else f'{most} or less'}, found "
@@ -153,8 +163,7 @@ class Setup:
                 "optimizer must be such as torch.optim.AdamW, found "
                 f"{type(self.optimizer).__name__}"
             )
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool):
-            raise TypeError(f"rank must be an integer, found {self.rank!r}")
+        self._integer("rank")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(
                 f"rank must be one of the {self.ranks} ranks, 0 to {self.ranks - 1}, found "
@@ -182,6 +191,8 @@ class Setup:
             )
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)}, found {self.device!r}")
+        if integer(self.lora) is not None:
+            self._integer("lora")
         if isinstance(self.lora, bool | float | str) or (
             isinstance(self.lora, int) and not 1 <= self.lora <= 1 << 16
         ):
@@ -193,6 +204,14 @@ class Setup:
     def holds(self, batch: int) -> bool:
         """Whether so many sequences are long enough for the pictures."""
         return self.pictures is None or self.pictures.length(batch) <= self.sequence
+
+    def _integer(self, name: str) -> int:
+        """Makes the field an int, if it is an integer of any library."""
+        number = integer(getattr(self, name))
+        if number is None:
+            raise TypeError(f"{name} must be an integer, found {getattr(self, name)!r}")
+        object.__setattr__(self, name, number)
+        return number
 
     @property
     def replicas(self) -> int:
@@ -304,7 +323,7 @@ class Setup:
 def _check_mesh(mesh: Any, ranks: int) -> None:
     if mesh is None:
         return
-    if not isinstance(mesh, tuple) or len(mesh) != 2 or not all(type(size) is int for size in mesh):
+    if not isinstance(mesh, tuple) or len(mesh) != 2 or None in map(integer, mesh):
         raise TypeError(f"mesh must be (replicas, ranks of each) or None, found {mesh!r}")
     if min(mesh) < 1 or mesh[0] * mesh[1] != ranks:
         raise ValueError(

@@ -6,6 +6,8 @@ import math
 import re
 from types import MappingProxyType
 
+from ..comm.plain_values import integer
+
 __all__: list[str] = []
 
 _PREFIXES = ("", "K", "M", "G", "T", "P")
@@ -25,7 +27,8 @@ def parse_bytes(text: str | float, name: str, *, least: int = 1) -> int:
         TypeError: It is neither text nor a number.
         ValueError: It is none of these, less than `least`, or more than there is anywhere.
     """
-    if not isinstance(text, str | int | float) or isinstance(text, bool):
+    given: object = text  # a user may pass anything
+    if not isinstance(given, str | float) and integer(given) is None:
         raise TypeError(f"{name} must be bytes such as '24GiB' or 25769803776, found {text!r}")
     if (card := _card(text)) is not None:
         return int(CARDS[card] * 2**30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -201,7 +202,7 @@ class NF4(Format):
     _codes_in_byte = 2
 
     def __post_init__(self) -> None:
-        _check_size("block_size", self.block_size)
+        object.__setattr__(self, "block_size", _size("block_size", self.block_size))
         if not 32 <= self.block_size <= 4096 or self.block_size & (self.block_size - 1):
             raise ValueError(
                 f"block_size must be a power of two from 32 to 4096, found {self.block_size}"
@@ -259,12 +260,11 @@ class Int8(Format):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_size("block_size", self.block_size)
+        object.__setattr__(self, "block_size", _size("block_size", self.block_size))
         _check_select(self.select)
         if not isinstance(self.stochastic, bool):
             raise TypeError(f"stochastic must be True or False, found {self.stochastic!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise TypeError(f"seed must be an integer, found {self.seed!r}")
+        object.__setattr__(self, "seed", _integer("seed", self.seed))
 
     def _name(self) -> str:
         return (
@@ -316,8 +316,8 @@ class Float8(Format):
     def __post_init__(self) -> None:
         if not isinstance(self.block, tuple) or len(self.block) != 2:
             raise TypeError(f"block must be (rows, columns), found {self.block!r}")
-        for size in self.block:
-            _check_size("block", size)
+        rows, columns = (_size("block", size) for size in self.block)
+        object.__setattr__(self, "block", (rows, columns))
         _check_select(self.select)
 
     def _name(self) -> str:
@@ -383,11 +383,20 @@ class MXFP4(Format):
         ]
 
 
-def _check_size(name: str, size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"{name} must be an integer, found {size!r}")
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # of numpy's integers, too
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, found {value!r}") from None
+
+
+def _size(name: str, value: Any) -> int:
+    size = _integer(name, value)
     if size < 1:
         raise ValueError(f"{name} must be 1 or more, found {size}")
+    return size
 
 
 def _check_select(select: object) -> None:

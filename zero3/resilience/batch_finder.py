@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..access import used
 from ..comm.agreement import agree, agreeing
 from ..comm.communicator import is_first
+from ..comm.plain_values import integer
 from ..comm.streams import give_cache_back
 from ..conductors.conducted import unconducted
 from ..towers.entering import refuse_towers
@@ -62,7 +63,7 @@ class BatchFinder:
         self._states = used(model, "BatchFinder")
         first = self._states[0]
         with agreeing(first.communicator, first.device, "BatchFinder") as lines:
-            if batch_size is not None and type(batch_size) is not int:
+            if batch_size is not None and integer(batch_size) is None:
                 expected = "batch_size must be an integer of at least 1, or None"
                 raise TypeError(f"{expected}, found {batch_size!r}")
             if batch_size is not None and batch_size < 1:
@@ -74,7 +75,7 @@ class BatchFinder:
                 )
             refuse_towers(model, "zero3.BatchFinder", "it drops what did not fit, as step_guard")
             lines.append(f"batch_size: {batch_size}")
-        self.model, self.batch_size = model, batch_size
+        self.model, self.batch_size = model, integer(batch_size)
 
     def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
         """Cuts a batch. Every rank calls it, and enters each micro-batch.

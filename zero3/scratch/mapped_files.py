@@ -195,9 +195,9 @@ class MappedFiles:
         """
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from process {self._process}, and "
-                f"what that has offloaded to {self._directory!r} is its "
-                "own: a forked child has no copy of it. Train, step, load and save "
+                f"process {os.getpid()} was forked from process {self._process}, whose values "
+                f"rest in {self._directory!r}: a forked child has no copy of them. "
+                "Train, step, load and save "
                 "in the process that has sharded the model, or start "
                 'the other one with multiprocessing\'s "spawn" and shard a model of its own there'
             )

@@ -30,7 +30,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     options: Any = "auto",
 ) -> Tensor:
-    """The cross entropy of a head's logits, of which only a chunk of rows is there at a time.
+    """The cross entropy of a head's logits. Only a chunk of their rows is in memory at a time.
 
     Logits `[N, V]` are often the largest tensor of a step, and backward holds them twice. Here the
     head is gathered once, whatever the chunks, and reduced once. The gradient of its weight is made

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..comm.plain_values import integer
 from ..core.parameters import parameters_of, unwrapped
 from ..guards.marks import state_of
 from ..guards.module_overrides import Override
@@ -56,10 +57,11 @@ def tile(module: M, length: int | None) -> M:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, found {type(module).__name__}")
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
+    tokens = None if length is None else integer(length)
+    if length is not None and tokens is None:
         raise TypeError(f"length must be an integer or None, found {length!r}")
-    if length is not None and length < 1:
-        raise ValueError(f"length must be 1 or more, found {length}")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"length must be 1 or more, found {tokens}")
     inner = unwrapped(module)
     _check_no_layers(module)
     if (entered := root_entered(inner)) is not None:  # it stays the outermost
@@ -67,8 +69,8 @@ def tile(module: M, length: int | None) -> M:
     found = vars(inner).get("forward")
     if isinstance(found, Override) and isinstance(found.around, Tiled):
         found.undo()
-    if length is not None:
-        Override(inner, "forward", Tiled(length))
+    if tokens is not None:
+        Override(inner, "forward", Tiled(tokens))
     if entered is not None:
         enter_root(inner, *entered)
     return module

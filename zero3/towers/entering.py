@@ -120,8 +120,8 @@ def refuse_towers(model: nn.Module, caller: str, reason: str) -> None:
     """
     if found := towers_of(model):
         raise ValueError(
-            f"{caller}: {', '.join(found)} of this model are optional (optional= of zero3.shard), "
-            f"and {reason}. optional=() gives a model without towers, whose ranks all call the "
+            f"{caller}: this model has towers, which not every rank calls ({', '.join(found)}), "
+            f"and {reason}. With zero3.shard(..., optional=()) it has none, and all ranks call the "
             "same layers"
         )
 

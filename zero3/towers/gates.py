@@ -115,7 +115,7 @@ class Gate:
         for rank, each in enumerate(told):
             if each != _ABSENT and each[-1] != _LAST:
                 raise RuntimeError(
-                    f"rank {rank} was elsewhere, and what it sent there has come to a gate"
+                    f"rank {rank} is at another collective: its message has come to a gate"
                 )
         return [Message(*_WORDS.unpack(each)[:-1]) for each in told if each != _ABSENT]
 

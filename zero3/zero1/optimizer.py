@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..comm.agreement import meeting
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
+from ..comm.plain_values import integer
 from .ddp_overlap import DDPOverlap
 from .division import Packing
 from .groups import check_addition, checked, line_of, line_of_group, listed, mistake_in, spreads_of
@@ -221,7 +222,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: A state could only be pickled. Every rank raises it, with the state's name.
         """
         shards = self._opened
-        known = isinstance(to, int) and 0 <= to < self.world_size
+        known = integer(to) is not None and 0 <= to < self.world_size
         wrong = (
             None
             if known
