@@ -42,7 +42,7 @@ MODELS = (  # of ALL, what uses transformers or peft
     "commands", "examples", "experts/test_models.py", "integrations", "offload", "planning", "quantized", "sequences",
     "towers/test_transformers.py",
     "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_group_adapters.py", "test_materialize.py",
-    "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py", "test_shard_parts.py",
+    "test_integer_options.py", "test_own_names.py", "test_shard_architectures.py", "test_shard_models.py", "test_shard_parts.py",
 )  # fmt: skip
 TOOLS = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "tqdm")  # of the lock's versions; all else as pip finds it
 FOLDER = ROOT / ".versions"

@@ -349,8 +349,7 @@ class Backward:
         state = step.call.layer
         if step.opens:  # [B3]
             state.fetch()
-            together = [call.layer for call in step.call.together]
-            for following in [*together, *trace.upcoming(self._depth)]:
+            for following in [*step.call.layers, *trace.upcoming(self._depth)]:
                 following.start_fetch()
             return
         # an optimizer that steps in parameters' hooks would change nothing but the full buffer
@@ -358,7 +357,7 @@ class Backward:
         if state.modules > 1:
             self._stack.await_calls(state, 0 if step.reduce else state.modules - 1)
         # first: the buffer of its gradients may take its full buffer's memory
-        for each in (state, *(call.layer for call in step.call.together)):
+        for each in (state, *step.call.layers):
             self.release(each)
         if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):
             self._back_up(state)

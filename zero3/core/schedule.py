@@ -271,6 +271,7 @@ class Call(Generic[L]):
     index: int
     phase: CallPhase = CallPhase.PENDING
     together: Sequence[Call[L]] = ()  # those that one checkpoint recomputes, this one too
+    layers: Sequence[L] = ()  # theirs
 
 
 class Step(NamedTuple, Generic[L]):
@@ -341,8 +342,9 @@ class CallTrace(Generic[L]):
         if since == inf:
             return
         together = [call for call in self.calls if call.start > since]
+        layers = list(dict.fromkeys(call.layer for call in together))
         for call in together:
-            call.together = together
+            call.together, call.layers = together, layers
         self.recomputed = sorted({*self.recomputed, *together}, key=lambda call: call.index)
 
     def note_compared(self) -> None:
@@ -352,7 +354,7 @@ class CallTrace(Generic[L]):
         return layer in self._first
 
     def is_open(self, layer: L) -> bool:
-        return any(each.layer == layer for call in self._open for each in (call, *call.together))
+        return any(call.layer == layer or layer in call.layers for call in self._open)
 
     def advance(self, call: Call[L]) -> Iterator[Step[L]]:
         """The steps until `call` is open."""
