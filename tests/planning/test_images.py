@@ -111,6 +111,7 @@ def test_plan_without_images_names_towers_and_says_what_is_missing() -> None:
     assert "images move" in str(with_images) and "with 2 images of 64 x 64 pixels, 16 tokens each" in str(with_images)
 
 
+@pytest.mark.slow
 def test_advice_leaves_a_sequence_for_each_image_that_needs_one() -> None:
     """At 20 tokens a sequence has room for one image of 16, so that a batch of one can't have two."""
     roomy, tight = (plan_of("llava", sequence=length, memory="500KB") for length in (60, 20))

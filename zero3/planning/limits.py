@@ -130,14 +130,8 @@ def _checkpoints(setup: Setup) -> list[Change]:
 
 
 def _smaller_batches(setup: Setup) -> list[Change]:
-    return [
-        Change((), setup),
-        *(
-            [Change(("--batch", "1"), setup.but(batch=1))]
-            if setup.batch > 1 and setup.holds(1)
-            else []
-        ),
-    ]
+    one = setup.batch > 1 and setup.holds(1)
+    return [Change((), setup), *([Change(("--batch", "1"), setup.but(batch=1))] if one else [])]
 
 
 def _compute_dtypes(setup: Setup) -> list[Change]:
