@@ -340,16 +340,18 @@ class Backward:
         state = step.call.layer
         if step.opens:  # [B3]
             state.fetch()
-            together = [call.layer for call in step.call.together]
-            for following in [*together, *trace.upcoming(self._depth)]:
+            for call in step.call.together:
+                call.layer.start_fetch()
+            for following in trace.upcoming(self._depth):
                 following.start_fetch()
             return
         # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         state.check_unwritten()
         state.calls_left = 0 if step.reduce else state.modules - 1
         # first: the buffer of its gradients may take its full buffer's memory
-        for each in (state, *(call.layer for call in step.call.together)):
-            self.release(each)
+        self.release(state)
+        for call in step.call.together:
+            self.release(call.layer)
         if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):
             self._back_up(state)
 
