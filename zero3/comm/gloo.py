@@ -81,7 +81,7 @@ class GlooCommunicator(GroupCommunicator):
         it while others hold it.)
         """
         if name != "_memory":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return super().__getattribute__(name)
         self._memory = host_memory(
             self._group,
             self.rank,
