@@ -68,27 +68,28 @@ class GlooCommunicator(GroupCommunicator):
     """
 
     tags_messages = True
+    _memory: HostMemory
 
     def __init__(self, group: Any, backend: str, device: torch.device) -> None:
         super().__init__(group, backend, device)
         self.exchanges_in_memory = False
-        self._met: HostMemory | None = None
         self.takes_pieces = device.type == "cpu"  # from a GPU, a buffer is copied to the host
 
-    @property
-    def _memory(self) -> HostMemory:
-        """It is made at the first transfer, because all ranks take part in that. A cached_property
-        has one lock for all objects in Python 3.11: ranks that are threads would wait for it.
+    def __getattr__(self, name: str) -> Any:
+        """Makes the memory at the first transfer, because all ranks take part in that. (In Python
+        3.11 a cached_property has one lock for all objects: ranks that are threads would wait for
+        it while others hold it.)
         """
-        if self._met is None:
-            self._met = host_memory(
-                self._group,
-                self.rank,
-                self.world_size,
-                timeout_of(self._group, "cpu"),
-                partial(super().exchange, device=torch.device("cpu")),
-            )
-        return self._met
+        if name != "_memory":
+            return super().__getattribute__(name)
+        self._memory = host_memory(
+            self._group,
+            self.rank,
+            self.world_size,
+            timeout_of(self._group, "cpu"),
+            partial(super().exchange, device=torch.device("cpu")),
+        )
+        return self._memory
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.device.type != "cpu":
@@ -265,8 +266,8 @@ class GlooCommunicator(GroupCommunicator):
     def trim(self) -> None:
         """Frees the group's shared memory, where all ranks have read the transfers."""
         # otherwise there was no transfer; to make the memory would take all ranks
-        if self._met is not None:
-            self._met.trim()
+        if "_memory" in self.__dict__:
+            self._memory.trim()
 
     def _tag(self, kind: int) -> int:
         return 4 * self.channel + kind

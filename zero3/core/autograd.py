@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from inspect import unwrap
-from types import FrameType, ModuleType
+from types import FrameType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -100,10 +100,9 @@ def checkpoint_around() -> object | None:
 
 
 # what runs a checkpoint's function -> its variable that is another in each checkpoint
-_CHECKPOINTS = {
-    CheckpointFunction.forward.__code__: "ctx",
-    unwrap(checkpoint).__code__: "gen",
-}
+_CHECKPOINTS = MappingProxyType(
+    {CheckpointFunction.forward.__code__: "ctx", unwrap(checkpoint).__code__: "gen"}
+)
 
 
 def grouped_products() -> tuple[Callable[..., Any], ...]:
