@@ -110,7 +110,7 @@ RANKS_READ = {
     "access": 1, "checkpoint/contents": 2, "commands/plan": 1, "core/chunk": 1,
     "build/construction": 2, "diagnose/report": 1,
     "integrations/trainer_checkpoints": 3, "integrations/transformers": 1, "optim/clipping": 1, "optim/norms": 1, "planning/absent": 1,
-    "planning/setup": 4, "planning/watching": 1, "resilience/replay": 1, "resilience/step_guard": 1,
+    "planning/setup": 2, "planning/watching": 1, "resilience/replay": 1, "resilience/step_guard": 1,
     "wires/coded": 1, "zero1/ranks": 1,
 }  # fmt: skip
 
