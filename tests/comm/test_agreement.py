@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
-from zero3.comm.agreement import agree, agreeing
+from zero3.comm.agreement import agree, agreeing, tell_all
 from zero3.comm.communicator import SoloCommunicator
 from zero3.comm.plain_values import unreadable
 
@@ -184,3 +184,14 @@ def test_an_interrupt_inside_agreeing_waits_for_nobody() -> None:
 )
 def test_what_can_not_be_read_says_why(value: Any, why: str | None) -> None:
     assert unreadable(value) == why
+
+
+def test_ranks_whose_transfers_differ_hear_which_of_them_has_failed_before() -> None:
+    def body(group: ThreadCommunicator) -> str:
+        text = "ArithmeticError: no more numbers" if group.rank == 1 else ""
+        with pytest.raises(ValueError, match="ranks have made different transfers by the end") as error:
+            tell_all(group, torch.device("cpu"), "the end", text, group.rank, "step_guard")
+        return str(error.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second and first.endswith("Before that ranks have failed: rank 1: ArithmeticError: no more numbers")

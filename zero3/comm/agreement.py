@@ -227,9 +227,11 @@ def tell_all(
         )
     digests = [flag[1:].hex() for flag in told]
     if len(set(digests)) > 1:
+        why = {rank: text for rank, text in enumerate(texts) if text}
         raise ValueError(
             f"ranks have made different transfers by {subject}. Their hashes: "
             f"{by_rank(dict(enumerate(digests)))}"
+            + (f". Before that ranks have failed: {by_rank(why)}" if why else "")
         )
     return texts
 
