@@ -88,50 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHERE",
         help="chunks rest in host memory (cpu), or in files of this directory",
     )
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, help="param_dtype: what parameters are gathered and computed in"
-    )
-    parser.add_argument(
-        "--reduce-dtype", choices=_DTYPES, help="reduce_dtype: what gradients are added up in"
-    )
-    parser.add_argument(
-        "--master-dtype", choices=_DTYPES, help="what parameters are stored in (config.json's)"
-    )
-    parser.add_argument(
-        "--optimizer", choices=_OPTIMIZERS, default="AdamW", help="of torch.optim (%(default)s)"
-    )
-    parser.add_argument(
-        "--stage",
-        type=int,
-        choices=(1, 2, 3),
-        default=3,
-        help="what is divided, beside optimizer state (%(default)s)",
-    )
-    parser.add_argument(
-        "--keep",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="reshard_after_forward=False: a layer stays until its backward",
-    )
-    parser.add_argument(
-        "--experts-at-home",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="expert_parallel=True: experts stay on the ranks that own them, tokens travel",
-    )
-    parser.add_argument(
-        "--resident",
-        default="0",
-        metavar="BYTES",
-        help="resident_bytes: frozen parameters that are gathered once, such as 2GiB",
-    )
-    parser.add_argument(
-        "--prefetch-depth",
-        type=int,
-        default=1,
-        metavar="N",
-        help="layers gathered ahead (%(default)s)",
-    )
+    _add_policy(parser)
     parser.add_argument(
         "--sp",
         type=int,
@@ -180,6 +137,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--picture", type=Path, metavar="FILE", help="draw the memory of a step into this file"
     )
     parser.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="param_dtype: what parameters are gathered and computed in"
+    )
+    parser.add_argument(
+        "--reduce-dtype", choices=_DTYPES, help="reduce_dtype: what gradients are added up in"
+    )
+    parser.add_argument(
+        "--master-dtype", choices=_DTYPES, help="what parameters are stored in (config.json's)"
+    )
+    parser.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, default="AdamW", help="of torch.optim (%(default)s)"
+    )
+    parser.add_argument(
+        "--stage",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="what is divided, beside optimizer state (%(default)s)",
+    )
+    parser.add_argument(
+        "--keep",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="reshard_after_forward=False: a layer stays until its backward",
+    )
+    parser.add_argument(
+        "--experts-at-home",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="expert_parallel=True: experts stay on the ranks that own them, tokens travel",
+    )
+    parser.add_argument(
+        "--resident",
+        default="0",
+        metavar="BYTES",
+        help="resident_bytes: frozen parameters that are gathered once, such as 2GiB",
+    )
+    parser.add_argument(
+        "--prefetch-depth",
+        type=int,
+        default=1,
+        metavar="N",
+        help="layers gathered ahead (%(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -93,11 +93,9 @@ class Trace:
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
-            for parameter in self.model.parameters():
-                # what the model was given and keeps, such as parameters that are left alone
-                self.ledger.note(parameter)
-            for buffer in self.model.buffers():
-                self.ledger.note(buffer)
+            # what the model was given and keeps, such as parameters that are left alone
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                self.ledger.note(tensor)
         gc.collect()  # what construction left
         self._alike = alike or Alike()
         states = states_of(self.model)
