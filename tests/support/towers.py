@@ -51,6 +51,7 @@ class Tower(nn.Module):
         self.patch, self.norm = nn.Linear(PIXELS, HIDDEN), nn.LayerNorm(HIDDEN)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.checkpoints: bool | None = None  # around each block
+        self.goes_on = False  # whether that is around what follows the block, too
         self.first_two = False  # whether one checkpoint is around the first two, and what follows them
         self.fails = False
         self.leaves_out: set[int] = set()
@@ -62,11 +63,14 @@ class Tower(nn.Module):
                 raise Broken("this picture is broken")
             if number in self.leaves_out:
                 continue
-            run = self.run_two if self.first_two and number == 1 else block
+            run = self.run_two if self.first_two and number == 1 else partial(self.run_on, block) if self.goes_on else block
             if self.first_two and number == 0:
                 continue
             states.append(again(run, states[-1], self.checkpoints) if recomputes(self) else run(states[-1]))
         return self.norm(states[-2])
+
+    def run_on(self, block: Block, x: Tensor) -> Tensor:
+        return torch.tanh(block(x)).sin()
 
     def run_two(self, x: Tensor) -> Tensor:
         return torch.tanh(self.blocks[1](self.blocks[0](x).sin()))
@@ -267,6 +271,9 @@ def around(what: str, *parts: str, reentrant: bool, nested: bool = False) -> Cal
         if what == "two blocks":
             for tower in (model.body.vision, model.body.audio):
                 tower.checkpoints, tower.first_two = reentrant, True
+        elif what == "a block and more":
+            for tower in (model.body.vision, model.body.audio):
+                tower.checkpoints, tower.goes_on = reentrant, True
         else:
             model.body.checkpoints, model.body.around, model.body.nested = reentrant, what, nested
 
@@ -285,7 +292,7 @@ PREPARED: dict[str, Callable[[Seeing], None]] = {
     "reentrant checkpoints around layers": checkpointed(reentrant=True, around=True),
     **{
         f"a {'reentrant ' * reentrant}checkpoint around {what}": around(what, reentrant=reentrant)
-        for what in ("two blocks", "a call", "calls", "later calls", "everything")
+        for what in ("two blocks", "a block and more", "a call", "calls", "later calls", "everything")
         for reentrant in (False, True)
     },
     "a checkpoint around calls that have their own": around("calls", reentrant=False, nested=True),

@@ -94,5 +94,7 @@ def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) 
 def test_ranks_in_a_checkpoint_take_part_in_calls_that_are_outside_of_it(prepared: str) -> None:
     """Between what one rank calls in a checkpoint, another calls what it alone has; and steps in which nobody calls a tower."""
     a, v = ("audio",), ("vision",)
-    check_life(TowersLife([[[a + a + v + v, v + a + a + v]], [[v + a + v, a + v + a]]], prepare=PREPARED[prepared]))
+    check_life(
+        TowersLife([[[a + a + v + v, v + a + a + v]], [[v + a + v, a + v + a]], [[a + a + a, v + a + a + v]]], prepare=PREPARED[prepared])
+    )
     check_life(TowersLife([[[a + a, v + a, ()]], [[v + a + v, (), a]], [[(), (), ()]], [[a + v, v, v + v]]], prepare=PREPARED[prepared]))
