@@ -93,7 +93,7 @@ def test_ranks_may_have_made_other_numbers_of_graph_nodes(ranks: tuple[int, ...]
 
     real = Backward._before
 
-    def noted(backward: Any, trace: Any, call: Any) -> None:
+    def noted(backward: Any, trace: Any, call: Any, *gradients: Any) -> None:
         entered[torch.accelerator.current_device_index()].append(call.layer.label)
         real(backward, trace, call)
 

@@ -220,6 +220,18 @@ def within_context_parallel(rank: Rank, parts: bool) -> bool:
     return True
 
 
+def test_a_model_whose_configuration_has_several_texts_is_no_model_with_an_attention_of_deepspeed() -> None:
+    """Such as MusicGen's: an encoder's and a decoder's."""
+
+    class Config:
+        def get_text_config(self) -> None:
+            raise ValueError("Multiple valid text configs were found in the model config: ['decoder', 'text_encoder']")
+
+    model: Any = plain()
+    model.config = Config()
+    assert zero3.get_trainable_chunk(zero3.shard(model, [Block]))
+
+
 def test_context_parallel_around_a_sharded_model_is_refused() -> None:
     for parts in (False, True):
         assert on_ranks(2, within_context_parallel, parts) == [True, True]

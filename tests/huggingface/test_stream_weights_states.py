@@ -282,7 +282,7 @@ def test_a_rank_that_holds_stream_weights_inside_joinable_finishes_it_before_joi
                     stream()
                 uneven.step()
                 if group.rank:
-                    with pytest.raises(RuntimeError, match="because the model begins joinable"):
+                    with pytest.raises(RuntimeError, match="on this rank the model begins joinable"):
                         next(held[-1])
 
     run_ranks(2, body)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -98,3 +100,21 @@ def test_ranks_in_a_checkpoint_take_part_in_calls_that_are_outside_of_it(prepare
         TowersLife([[[a + a + v + v, v + a + a + v]], [[v + a + v, a + v + a]], [[a + a + a, v + a + a + v]]], prepare=PREPARED[prepared])
     )
     check_life(TowersLife([[[a + a, v + a, ()]], [[v + a + v, (), a]], [[(), (), ()]], [[a + v, v, v + v]]], prepare=PREPARED[prepared]))
+
+
+def test_a_deleted_model_of_layers_that_one_checkpoint_recomputes_leaves_nothing() -> None:
+    """The calls of one checkpoint are known to each other, and hold their layers."""
+
+    def body(group: ThreadCommunicator) -> list[bool]:
+        model = zero3.shard(Model("pairs").double(), [Routed, Expert], optional=Expert, process_group=group)
+        model(data(group.rank), (group.rank,)).square().sum().backward()
+        layers = [weakref.ref(module) for module in model.modules() if isinstance(module, zero3.Zero3Layer)]
+        del model
+        return [layer() is None for layer in layers]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all(gone and all(gone) for gone in run_ranks(2, body, 20))
+    finally:
+        gc.enable()

@@ -267,7 +267,8 @@ def _problems_of_stacks(
             saved, own = source.state.get(name, NamedState()), list(contents.shape(name))
             stacked = any(shape[1:] == own for _, shape in saved.whole.values())
             apart = any("#" in key for key in saved.keys)
-            if stacked if optimizer.is_aligned(one.group) else apart:
+            differs = stacked if optimizer.is_aligned(one.group) else apart
+            if differs:
                 how = f"{optimizer.kinds[one.group]} held {'whole' if stacked else 'aligned'}"
                 found.setdefault(how, []).append(name)
     return [

@@ -139,11 +139,12 @@ def mesh_of_parts(parts: int, device: torch.device) -> Any:
         ValueError: The ranks can't be divided so.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if integer(parts) is None or parts < 1 or ranks % parts:
+    size = integer(parts)
+    if size is None or size < 1 or ranks % size:
         raise ValueError(
             f"sequence_parallel={parts!r}: {ranks} ranks can't be divided into groups of so many"
         )
-    return init_device_mesh(device.type, (ranks // parts, parts), mesh_dim_names=_PARTS)
+    return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=_PARTS)
 
 
 def parts_over(process_group: Any) -> int:

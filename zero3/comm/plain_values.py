@@ -8,6 +8,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -38,11 +39,9 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     """
     if value is None or (isinstance(value, _SCALARS) and type(value).__module__ == "builtins"):
         return value
-    if type(value).__module__ == "numpy" and (number := integer(value)) is not None:
-        return number
     # numpy.float64 is a float
-    if isinstance(value, float | str) and type(value).__module__ == "numpy":
-        return float(value) if isinstance(value, float) else str(value)
+    if isinstance(value, Integral | float | str) and type(value).__module__ == "numpy":
+        return value.item()  # type: ignore[union-attr]
     if isinstance(value, Tensor):
         return {_TENSOR: tensor(value)}
     if isinstance(value, list):

@@ -85,7 +85,9 @@ transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_curre
 
 
 def checkpoint_around() -> object | None:
-    """What stands for the outermost checkpoint whose function runs now, or None."""
+    """What stands for the outermost checkpoint whose function runs now, or None. Of those that
+    hooks put on modules it is the innermost.
+    """
     frame: FrameType | None = sys._getframe()
     found: object | None = None
     while frame is not None:

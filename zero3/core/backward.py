@@ -190,7 +190,7 @@ class Backward:
         """
         for trace in dict.fromkeys([*self._touched, *([] if last is None else [last])]):
             for call in reversed(trace.recomputed):
-                together = call.together or (call,)
+                together = [trace.calls[number] for number in call.together] or [call]
                 if call.layer is state and any(
                     each.phase is not CallPhase.CLOSED for each in together
                 ):

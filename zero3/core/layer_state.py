@@ -223,6 +223,7 @@ class LayerState:
         """[fetch 1] Starts to gather the layer, if it is released."""
         if self.presence is not Presence.RELEASED:
             return
+        # asked here, so that a fetch runs no function for it
         if self.meta_buffers or any(chunk.unloaded for chunk in self.chunks):
             self._check_loaded()
         self.presence = Presence.FETCHING

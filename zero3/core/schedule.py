@@ -270,8 +270,9 @@ class Call(Generic[L]):
     end: int
     index: int
     phase: CallPhase = CallPhase.PENDING
-    together: Sequence[Call[L]] = ()  # those that one checkpoint recomputes, this one too
-    layers: Sequence[L] = ()  # theirs
+    # the numbers of those that one checkpoint recomputes, this one too, and their layers
+    together: Sequence[int] = ()
+    layers: Sequence[L] = ()
 
 
 class Step(NamedTuple, Generic[L]):
@@ -342,9 +343,10 @@ class CallTrace(Generic[L]):
         if since == inf:
             return
         together = [call for call in self.calls if call.start > since]
+        numbers = [call.index for call in together]
         layers = list(dict.fromkeys(call.layer for call in together))
         for call in together:
-            call.together, call.layers = together, layers
+            call.together, call.layers = numbers, layers
         self.recomputed = sorted({*self.recomputed, *together}, key=lambda call: call.index)
 
     def note_compared(self) -> None:

@@ -114,7 +114,7 @@ def refuse_ulysses(model: nn.Module) -> None:
     """
     try:
         name = model.config.get_text_config()._attn_implementation  # type: ignore[operator,union-attr]
-    except AttributeError:  # no model of transformers'
+    except (AttributeError, ValueError):  # no model of transformers', or of several texts
         return
     library = sys.modules.get("transformers.modeling_utils")
     registry = getattr(library, "ALL_ATTENTION_FUNCTIONS", {})

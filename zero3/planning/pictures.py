@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.plain_values import integer
 from ..core.autograd import tensors_in
 from .kernels import DeviceKernels, with_values
 from .ledger import Ledger
@@ -79,7 +80,7 @@ def pictures_for(model: nn.Module, count: int, side: int | None) -> Pictures | N
     for name, number, least in (("images", count, 0), ("image_size", side, 1)):
         if number is None:
             continue
-        if not isinstance(number, int) or isinstance(number, bool):
+        if integer(number) is None:
             raise TypeError(f"{name} must be an integer, found {number!r}")
         if not least <= number <= _MOST:
             raise ValueError(f"{name} must be from {least} to {_MOST}, found {number}")

@@ -269,11 +269,11 @@ class Setup:
             return None
         layers = sum(len(states_in(trace.model.get_submodule(name))) for name in names)
         sizes = self.batch, self.sequence
-        text, exchanges = trace.moved(partial(self._loss(text=True), trace.model), *sizes)
+        text_bytes, of_text = trace.moved(partial(self._loss(text=True), trace.model), *sizes)
         if self.pictures is None:
-            return Towers(names, layers, exchanges, None, None)
-        seen, more = trace.moved(partial(self._loss(), trace.model), *sizes)
-        return Towers(names, layers, exchanges, more, seen - text)
+            return Towers(names, layers, of_text, None, None)
+        nbytes, exchanges = trace.moved(partial(self._loss(), trace.model), *sizes)
+        return Towers(names, layers, of_text, exchanges, nbytes - text_bytes)
 
     def seconds(self, trace: Trace, cluster: Cluster) -> float | None:
         """The time of a step of `trace` on `cluster`. None: chunks rest elsewhere, and how fast

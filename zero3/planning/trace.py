@@ -89,7 +89,7 @@ class Trace:
         self.trainable = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        with self._counting(), self.ledger.because("chunks"):
+        with self._counting(), self.ledger.because("chunks"), _without_advice():
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
@@ -261,7 +261,6 @@ class Trace:
     @contextmanager
     def _counting(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(_without_advice())
             stack.enter_context(self.ledger)
             stack.enter_context(self.kernels)
             yield
@@ -420,7 +419,7 @@ def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """What the log says of a model is for those who train it, and plans shard many."""
+    """What the log says of a model that is sharded is for those who train it: plans shard many."""
     log, nothing = logging.getLogger("zero3"), lambda record: False
     log.addFilter(nothing)
     try:

@@ -100,7 +100,8 @@ class Gate:
             try:
                 agree(self.communicator, _CPU, self.at, said, absent=self.mine not in wrong)
             except ValueError as error:
-                error.args = (f"{error} {_REMEDY}",)
+                if not any(each.flags & _TELLS_LAYERS for each in wrong):
+                    error.args = (f"{error} {_REMEDY}",)
                 raise
         return found
 
