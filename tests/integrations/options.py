@@ -165,7 +165,7 @@ NO_MATTER: dict[str, str] = {
     "chat_template_kwargs generation_batch_size steps_per_generation num_generations num_generations_eval trust_remote_code",
     "how long, and with which rates": "num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps "
     "full_determinism seed data_seed",
-    "what the loss is made of, after the model's forward": "label_smoothing_factor router_aux_loss_coef disable_dropout loss_weights "
+    "terms of the loss, after the model's forward": "label_smoothing_factor router_aux_loss_coef disable_dropout loss_weights "
     "ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing use_weighting discopop_tau epsilon delta epsilon_high "
     "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level "
     "reward_weights multi_objective_aggregation scale_rewards mask_truncated_completions top_entropy_quantile entropy_coef "
@@ -173,14 +173,14 @@ NO_MATTER: dict[str, str] = {
     "use_bias_correction_kl normalize_advantages reward_clip_range center_rewards_coefficient desirable_weight undesirable_weight",
     "what `generate` draws, on each rank by itself": "max_completion_length temperature top_p top_k min_p generation_kwargs "
     "repetition_penalty max_tool_calling_iterations use_cache",
-    "what vLLM is told, and what is made of its answers": "vllm_model_impl vllm_structured_outputs_regex vllm_server_base_url "
+    "settings of vLLM, and corrections of its answers": "vllm_model_impl vllm_structured_outputs_regex vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length "
     "vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
     "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
     "for what is refused": "liger_kernel_config optim_target_modules fsdp_config ds3_gather_for_generation",
     "for DDP, which is not there": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph",
     "how ranks find each other, and their devices, before the model is sharded": "ddp_backend ddp_timeout local_rank use_cpu",
-    "how kernels compute, and what they leave behind": "tf32 torch_compile_mode torch_empty_cache_steps",
+    "how kernels compute, and the memory that they leave behind": "tf32 torch_compile_mode torch_empty_cache_steps",
     "what is logged": "logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter "
     "include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id "
     "trackio_static_space_id log_completions log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo",
