@@ -45,7 +45,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!zero3\b).*"), ("py:class", r"zero3\.((sha
 
 RESULTS = (
     "CheckReport", "Comparison", "Difference", "GuardedStep", "JoinableModel", "LayerProfile", "Moment", "Plan", "Profile", "Report",
-    "Saving", "Span", "Transfer",
+    "Saving", "Span", "Towers", "Transfer",
 )  # fmt: skip
 
 
