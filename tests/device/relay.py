@@ -103,7 +103,10 @@ def _reports(item: pytest.Item) -> Iterator[pytest.TestReport]:
         yield _outcome(item, "failed", str(failure))
         return
     for data in found:
-        yield item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        if report.skipped and isinstance(report.longrepr, list):  # JSON knows no tuple, which pytest's summary wants
+            report.longrepr = tuple(report.longrepr)
+        yield report
 
 
 def _run(item: pytest.Item) -> list[Any]:
