@@ -42,9 +42,6 @@ class CountingRank:
         self.world_size = self.shards = size
         self.sent = {"gather": 0, "reduce": 0, "tokens": 0}
 
-    def use_channel(self, channel: int) -> None:
-        self.channel = channel
-
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> Pending:
         self.sent["gather"] += shard.nbytes * (self.world_size - 1)
         full.copy_(torch.cat(self._meeting.swap(self.rank, shard.clone())))

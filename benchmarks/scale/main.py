@@ -67,9 +67,6 @@ class Absent(ThisMachine):
         self.world_size = self.shards = world_size
         self.takes_pieces, self.tags_messages = False, True
 
-    def use_channel(self, channel: int) -> None:
-        self.channel = channel
-
     def all_gather(self, full: Tensor, shard: Tensor, bounds: object = None) -> Pending:
         return Done()
 

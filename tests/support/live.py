@@ -79,9 +79,6 @@ class LonelyCommunicator:
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size, self.rank = world_size, rank
 
-    def use_channel(self, channel: int) -> None:
-        self.channel = channel
-
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> _Late:
         others = [place for place in full.view(self.world_size, -1) if place.data_ptr() != shard.data_ptr()]
         return _Late(lambda: [place.copy_(shard) for place in others])

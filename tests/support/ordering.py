@@ -164,9 +164,6 @@ class EchoCommunicator:
     def __init__(self, calls: list[tuple[EchoCommunicator, str]] | None = None) -> None:
         self.calls = [] if calls is None else calls
 
-    def use_channel(self, channel: int) -> None:
-        self.channel = channel
-
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Any = None) -> Done:
         self.calls.append((self, "all_gather"))
         for place in full.view(2, -1):

@@ -177,9 +177,6 @@ class ThreadCommunicator:
         self._place, self._count, self._twins = place, 0, 0
         self.told = 0  # payloads that were sent to be read later
 
-    def use_channel(self, channel: int) -> None:
-        self.channel = channel
-
     def _meet(self, kind: str, value: Any, numel: int, dtype: torch.dtype) -> list[Any]:
         return self.world.meet(self._place, self._begin(), self.rank, Collective(kind, numel, dtype), value)
 

@@ -240,7 +240,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     dealing = request.dealer and request.dealer.deal(examined.communicator, device)
     shared = (dealing.at, dealing.among) if dealing else ()
     for communicator in (examined.communicator, *shared):
-        communicator.use_channel(int.from_bytes(note[:IDENTITY_BYTES], "little"))
+        communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
     communicator, over = (dealing.whole, dealing.at) if dealing else (communicator, communicator)
     home = AtHome(request.module, dealing, dtypes_at_the_edges(policy)) if dealing else None
     state = LayerState(

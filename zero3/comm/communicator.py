@@ -32,16 +32,10 @@ class Communicator(Protocol):
     shards: int  # W, the number of slices: fewer than ranks if there are replicas
     # which replica of the slices this rank belongs to; replica 0 speaks where all hold the same
     replica: int
+    channel: int  # the number of the layer that uses this communicator; messages carry it as a tag
     takes_pieces: bool  # whether `reduce_pieces` works; then gradients need no flat buffer
     # whether messages carry that tag, so that no rank takes one layer's data for another layer's
     tags_messages: bool
-
-    @property
-    def channel(self) -> int:
-        """The number of the layer that uses this communicator; messages carry it as a tag."""
-        ...
-
-    def use_channel(self, channel: int) -> None: ...
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         """[fetch 3] Gathers every rank's `shard` `[S]`, in rank order, into `full` `[W*S]`. `shard`
@@ -125,9 +119,6 @@ class SoloCommunicator:
     def __init__(self, group: object = None) -> None:
         # for torch's own tools
         self.group: Callable[[], object] = (lambda: None) if group is None else weakref.ref(group)
-
-    def use_channel(self, channel: int) -> None:
-        self.channel = channel
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if full.data_ptr() != shard.data_ptr():

@@ -63,9 +63,9 @@ class MeshCommunicator:
     def channel(self) -> int:
         return self._row.channel
 
-    def use_channel(self, channel: int) -> None:
-        self._row.use_channel(channel)
-        self._column.use_channel(channel)
+    @channel.setter
+    def channel(self, number: int) -> None:
+        self._row.channel = self._column.channel = number
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         return self._row.all_gather(full, shard, bounds)

@@ -70,9 +70,6 @@ class GroupCommunicator:
             getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         )
 
-    def use_channel(self, channel: int) -> None:
-        self.channel = channel
-
     @property
     def _group(self) -> Any:
         if os.getpid() != self._process:

@@ -71,8 +71,6 @@ class AbsentRanks:
         self._lanes: Lanes | None = None
         self._count = 0
 
-    def use_channel(self, channel: int) -> None: ...
-
     def count_as(self, *, making: Around, resting: Around) -> None:
         """`making`: around what is made for a transfer alone. `resting`: where chunks rest."""
         self.making, self._resting = making, resting
