@@ -35,7 +35,10 @@ def test_all_pairs_live_on_threads_as_in_one_process(names: Names) -> None:
     live_together(names, lead)
 
 
-ONCE_WRONG = [("resident_bytes 3000", "joinable uneven", "forward nobody walks"), ("joinable uneven", "GradScaler overflow", "stream_weights")]
+ONCE_WRONG = [
+    ("resident_bytes 3000", "joinable uneven", "forward nobody walks"),
+    ("joinable uneven", "GradScaler overflow", "stream_weights"),
+]
 
 
 @pytest.mark.parametrize("names", ONCE_WRONG, ids=" + ".join)
