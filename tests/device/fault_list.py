@@ -45,14 +45,14 @@ FAULTS = [
     Fault(
         "a reduction's buffers are given back at once",
         "core/ticket.py",
-        "        leg = _Leg(held)\n        self._legs.append(leg)  # first",
-        "        leg = _Leg(None)\n        self._legs.append(leg)  # first",
+        "        leg = _Leg([held])\n        self._legs.append(leg)  # first",
+        "        leg = _Leg([])\n        self._legs.append(leg)  # first",
     ),
     Fault(
         "a gradient that is being added to is given back at once",
-        "core/account.py",
-        "into = [part.parameter.grad for part in self.chunk.parts]",
-        "into = ()",
+        "core/flow.py",
+        "Ticket(names, [part.parameter.grad for part in gradient.account.chunk.parts])",
+        "Ticket(names, [])",
         "gradients_zeroed_after_an_exception",
     ),
     Fault(

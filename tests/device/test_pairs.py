@@ -44,7 +44,7 @@ def lead(names: Names, seed: int) -> None:
     from tests.device import simulated
 
     # where tokens travel, a rank that fails has to have seen a micro-batch of its kind with prefetching, too: that moves gathers among them
-    epochs = 3 if "step_guard failing" in names and any(name.startswith("expert_parallel") for name in names) else 2
+    epochs = 3 if "step_guard failing" in names and any(name.startswith(("expert_parallel", "sequences")) for name in names) else 2
     life = Life([row for name, row in ROWS.items() if name in names], seed, epochs=epochs)
     dice, folder = life.dice("schedule"), scratch()
     policy, memory = dice.choice([*simulated.POLICIES, "demand"]), dice.choice(["strict", "exact"])
