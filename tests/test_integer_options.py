@@ -71,3 +71,9 @@ def test_an_option_takes_integers_of_numpy(what: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [True, 2.0, "2", None, numpy.float64(2), numpy.bool_(True)], ids=repr)
 def test_what_is_no_integer_is_none(value: Any) -> None:
     assert integer(value) is None
+
+
+def test_a_time_of_numpy_is_no_integer_of_extra() -> None:
+    """numpy counts it among integers."""
+    with pytest.raises(TypeError, match=r"^extra is a datetime\.timedelta: checkpoints"):
+        encode(numpy.timedelta64(5, "s"), "extra", lambda tensor: tensor)

@@ -41,7 +41,7 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
         return value
     # numpy.float64 is a float
     if isinstance(value, Integral | float | str) and type(value).__module__ == "numpy":
-        return value.item()  # type: ignore[union-attr]
+        return encode(value.item(), what, tensor)  # type: ignore[union-attr]
     if isinstance(value, Tensor):
         return {_TENSOR: tensor(value)}
     if isinstance(value, list):
