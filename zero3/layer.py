@@ -27,14 +27,16 @@ from .core.autograd import (
     transforms_under_way,
 )
 from .core.layer_state import LayerState
-from .core.parameters import IN_MODEL, WRAPPED, enter_model, own_module_name, own_modules
+from .core.parameters import WRAPPED, own_module_name, own_modules
 from .core.runtime import ForwardPass, Pace, Runtime
 from .core.schedule import OwnOrder
 from .guards.calls import check_requires_grad, refuse_transforms
 from .guards.compiled import REASON, end_graph, ends_graphs
 from .guards.module_overrides import (
+    IN_MODEL,
     Override,
     check_conversion,
+    enter_model,
     guard,
     guard_layer,
     refuse,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
 from ..core.parameters import parameters_of, plain_modules, released_in, unwrapped, wrapped_in
+from ..core.sites import put_into
 from ..guards.marks import ignored_by, mark_ignored
 from ..guards.module_overrides import GUARDED, Override
 
@@ -35,10 +36,14 @@ def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
         if isinstance(old, nn.Parameter)
         else value
     )
-    for module in plain_modules(model):
-        for held in (module._parameters, module._buffers):
-            for attribute in [attribute for attribute, tensor in held.items() if tensor is old]:
-                setattr(module, attribute, new)
+    places = [
+        (module, attribute)
+        for module in plain_modules(model)
+        for held in (module._parameters, module._buffers)
+        for attribute, tensor in held.items()
+        if tensor is old
+    ]
+    put_into(places, new)
     if isinstance(new, nn.Parameter) and (state := ignored_by(old)) is not None:
         state.gradients.leave_alone_instead(old, new)
         mark_ignored(new, state)

@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
 from .autograd import around_accumulation, as_plain_tensors
+from .sites import become
 
 __all__: list[str] = []
 
@@ -227,7 +228,7 @@ class DeferredGradient(Tensor):
             self.data = gradient
         vars(self).clear()
         vars(self).update(vars(gradient))
-        self.__class__ = type(gradient)  # type: ignore[assignment]
+        become(self, type(gradient))
 
     def leave(self, parameter: Tensor, typed: Callable[[Tensor], Tensor]) -> None:
         """Ends the deferral, after kept gradients were dropped: the parameter gets its earlier
@@ -341,12 +342,12 @@ def each_in(values: Any) -> list[Any]:
 # -- accumulation
 
 # attribute of a gradient: (the number of tokens it is the mean over, 0-dim; its version then)
-TOKENS = "_zero3_tokens"
+TOKENS = "zero3_tokens"
 
 
 def note_tokens(gradient: Tensor, total: Tensor, version: int) -> None:
     """Notes that the gradient, at that version, is the mean over `total` tokens, 0-dim."""
-    setattr(gradient, TOKENS, (total, version))
+    gradient.zero3_tokens = (total, version)  # type: ignore[attr-defined]
 
 
 def accumulate(

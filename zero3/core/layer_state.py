@@ -33,7 +33,7 @@ from .parameters import (
     shown_out_of_order,
 )
 from .released import ReleasedParameter
-from .sites import ParameterSites
+from .sites import ParameterSites, become
 from .ticket import Ticket
 
 __all__: list[str] = []
@@ -153,7 +153,7 @@ class LayerState:
             stand_in = sites.face.stand_in(sites, blank)
             if not can_show(old := sites.parameter, stand_in):
                 sites.replace(nn.Parameter(stand_in, old.requires_grad))
-                old.__class__ = ReleasedParameter  # whoever kept it, such as an optimizer, is told
+                become(old, ReleasedParameter)  # whoever kept it, such as an optimizer, is told
             self.parameters.append(ShardedParameter(sites, chunk, index, stand_in))
             self.gradients.hook(self.parameters[-1])
         self._out_of_order = shown_out_of_order(self.parameters)

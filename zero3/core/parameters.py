@@ -21,7 +21,6 @@ __all__: list[str] = []
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
 WRAPPED = "_zero3_module"  # in a layer's __dict__: the module that it wraps
-IN_MODEL = "_zero3_in_model"  # in a layer's __dict__, if the layer has a place in another module
 # Under which torch's wrappers hold the module that they wrap: those of activation checkpointing and
 # offloading, and of torch.compile.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -169,11 +168,6 @@ def restore_order(module: nn.Module) -> None:
     ordered = {name: each for name, each in parameters_of(module) if name in listed}
     listed.clear()
     listed.update(ordered)
-
-
-def enter_model(layer: nn.Module) -> None:
-    """Notes that a layer has a place in another module from now on."""
-    vars(layer)[IN_MODEL] = True
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

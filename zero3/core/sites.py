@@ -4,7 +4,7 @@ while it is not. Its face says what it is in a full buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -191,9 +191,7 @@ class ParameterSites:
         """
         # attributes that users set, such as no_weight_decay
         parameter.__dict__.update(self.parameter.__dict__)
-        for module, attribute in self.places:
-            # not into _parameters: some modules keep lists of their own (LSTM)
-            setattr(module, attribute, parameter)
+        put_into(self.places, parameter)
         self.parameter = parameter
         if self.known is not None:
             self.face.know(self)
@@ -202,3 +200,15 @@ class ParameterSites:
         """Gives it another face, before it is hidden for the first time."""
         self.face, self.known = face, known
         face.know(self)
+
+
+def put_into(places: Iterable[tuple[nn.Module, str]], tensor: Tensor) -> None:
+    """Puts a parameter or a buffer into modules."""
+    for module, attribute in places:
+        # not into _parameters: some modules keep lists of their own (LSTM)
+        setattr(module, attribute, tensor)
+
+
+def become(held: Any, kind: type) -> None:
+    """An object that others hold is of another class from now on: it stays the same object."""
+    held.__class__ = kind

@@ -17,7 +17,6 @@ from torch import nn
 from ..core.parameters import (
     WRAPPED,
     dotted,
-    enter_model,
     named,
     own_modules,
     parameters_of,
@@ -36,6 +35,7 @@ _OR_WHOLE = (
     "peft's load_adapter does"
 )
 GUARDED = "_zero3_guarded"  # in a module's __dict__: it belongs to a sharded model
+IN_MODEL = "_zero3_in_model"  # in a layer's __dict__, if the layer has a place in another module
 
 
 class Override:
@@ -283,6 +283,11 @@ def _before_distributed_state_dict(
 def _before_load_state_dict(module: nn.Module, *_: object) -> None:
     if released_in(module):
         refuse_load_state_dict()
+
+
+def enter_model(layer: nn.Module) -> None:
+    """Notes that a layer has a place in another module from now on."""
+    layer.__dict__[IN_MODEL] = True
 
 
 def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:

@@ -23,6 +23,7 @@ from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
 from ..comm.board import board_for
 from ..comm.factory import communicator_for
+from ..core.sites import become
 from ..guards.module_overrides import Override
 from ..huggingface.save_pretrained import save_pretrained
 from ..names import named_tensors
@@ -216,7 +217,7 @@ class Zero3Mixin(_Base):
             self._offloads_activations, self.args.activation_offloading = True, False
         accumulation = self.args.accelerator_config.gradient_accumulation_kwargs or {}
         # the Trainer makes one of a class that it names itself
-        self.accelerator.__class__ = Zero3Accelerator
+        become(self.accelerator, Zero3Accelerator)
         self.accelerator.shards_with(
             Sharding(
                 *self._zero3_choice, head_in_root=self._is_of_trl(), parts=self._sequence_parallel

@@ -14,6 +14,7 @@ from ..core.chunk import Chunk, Part
 from ..core.layer_state import LayerState
 from ..core.layout import Slot
 from ..core.released import ReleasedParameter
+from ..core.sites import become
 from ..guards.marks import mark
 
 __all__: list[str] = []
@@ -49,7 +50,7 @@ def supersede(parameter: nn.Parameter, name: str) -> None:
     if not isinstance(parameter, Superseded):
         parameter.grad = None
         parameter.zero3_name = name  # type: ignore[attr-defined]
-        parameter.__class__ = Superseded
+        become(parameter, Superseded)
 
 
 def retire(chunk: Chunk, label: str) -> None:
@@ -158,7 +159,7 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part], left_out: froze
             supersede(old.parameter, f"a part of a chunk of layer {state.label}")
             old.parameter.data = old.parameter.data.new_empty(0)
     if parts[0].parameter is chunk.shard:
-        chunk.shard.__class__ = nn.Parameter
+        become(chunk.shard, nn.Parameter)
     else:
         supersede(chunk.shard, f"a chunk of layer {state.label}")
     chunk.cut(parts, left_out)

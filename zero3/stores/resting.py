@@ -14,6 +14,7 @@ from ..core.chunk import Chunk, Store
 from ..core.flow import Travelling
 from ..core.gradient_buffer import GradientBuffer
 from ..core.gradient_types import SEEN_WITHOUT_VALUES, each_in
+from ..core.sites import become
 
 __all__: list[str] = []
 
@@ -159,7 +160,7 @@ class WatchedParameter(nn.Parameter):
 
     def as_usual(self) -> nn.Parameter:
         vars(self).pop("first", None)
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
+        become(self, nn.Parameter)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -183,5 +184,5 @@ def watch_values(chunk: Chunk, first: Callable[[], object]) -> list[nn.Parameter
     }
     for parameter in parameters.values():
         parameter.first = first  # type: ignore[attr-defined]
-        parameter.__class__ = WatchedParameter
+        become(parameter, WatchedParameter)
     return list(parameters.values())

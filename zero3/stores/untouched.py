@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 
 from ..core.autograd import around_accumulation, as_plain_tensors
 from ..core.gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, WholeGradient
+from ..core.sites import become
 
 __all__: list[str] = []
 
@@ -88,7 +89,7 @@ def watch(parameter: nn.Parameter, order: float, spans: Iterable[Span]) -> None:
         values = gradient.data
     norms = {span: norm_of(values, span, order) for span in spans}
     gradient.landed = Landed(type(gradient), order, norms, gradient._version, values)  # type: ignore[attr-defined]
-    gradient.__class__ = UntouchedGradient
+    become(gradient, UntouchedGradient)
 
 
 def norm_of(values: Tensor, span: Span, order: float) -> Tensor:
@@ -154,7 +155,7 @@ def touch(values: Any) -> None:
 def _become_ordinary(gradient: UntouchedGradient) -> None:
     landed = gradient.landed
     del gradient.landed
-    gradient.__class__ = landed.kind  # type: ignore[assignment]
+    become(gradient, landed.kind)
     if landed.factor is not None:
         with torch.no_grad(), as_plain_tensors():
             gradient.data = landed.values.mul_(landed.factor)
