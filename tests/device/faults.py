@@ -42,7 +42,9 @@ DRAWN_FROM = [
     "comm/streams.py", "core/chunk.py", "core/ticket.py", "core/flow.py", "core/account.py", "core/gradient_buffer.py", "core/backward.py",
 ]  # fmt: skip
 _SETTINGS = [("demand", "strict", 0), ("lanes", "strict", 0), ("random", "exact", 1), ("compute", "exact", 1), ("random", "strict", 0)]
-_ORDER = re.compile(r"wait|issue|complete|record|allocate|free|_ticket|leg|popleft|_backups|lane|stream|held|full\b|drain|release|fetch")
+_ORDER = re.compile(
+    r"wait|issue|complete|record|allocate|free|_ticket|leg|popleft|_first|_later|lane|stream|held|full\b|drain|release|fetch"
+)
 TRIED = [
     "prefetch_depth_1", "shard", "another_path", "an_exception_and_on", "no_sync", "checkpoint_not_reentrant", "stage_1", "transactional",
     "step_guard", "evaluation_between_steps", "resident", "bf16", "dynamic", "param_groups_whole", "full_params_and_load",

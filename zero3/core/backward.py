@@ -39,6 +39,70 @@ LayerTrace = CallTrace[LayerState]
 LayerCall = Call[LayerState]
 
 
+class Reductions:
+    """A model's reductions under way."""
+
+    def __init__(self, communicator: Communicator, depth: int) -> None:
+        """`depth`: how many are under way at most, but for one."""
+        self._communicator, self._most = communicator, max(1, depth)
+        self._first: deque[Ticket] = deque()
+        # those whose first leg is over: sums over replicas, copies to the host
+        self._later: deque[Ticket] = deque()
+        self.go_on = False  # see `going_on`
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._first or self._later)
+
+    def start(self, state: LayerState, *, absent: bool = False) -> None:
+        """Starts to reduce a layer's gradients. `absent`: this rank has none, and takes part in
+        what others conduct.
+        """
+        while len(self._first) >= self._most:
+            self._wait_for_one()
+        with state.backup_span:
+            prepared = state.gradients.prepare(self._communicator)
+            reduction = Reduce(state, not state.gradients.may_reduce, self, prepared)
+            tickets = reduction.perform() if absent else state.conductor.conduct(reduction)
+            self._first.extend(tickets)
+
+    def _wait_for_one(self) -> None:
+        oldest = self._first.popleft()
+        if oldest.advance():
+            self._later.append(oldest)
+
+    def settle(self, first: LayerState) -> None:
+        """Waits for all of them, together with other ranks. `first`: of the model's layers."""
+        while self._first:
+            self._wait_for_one()
+        if self._later:
+            first.conductor.conduct(Settle(first, self))
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Context for a `reset` after which this rank makes the rest of a failed backward's
+        transfers.
+
+        Those under way go on, because a wait for them may need the other ranks' waits, which come
+        later. Layers that stay whole stay so, because the other ranks don't gather them again.
+        """
+        under_way = self._first, self._later
+        self._first, self._later, self.go_on = deque(), deque(), True
+        try:
+            yield
+        finally:
+            (self._first, self._later), self.go_on = under_way, False
+
+    def drain(self) -> None:
+        """Waits for all of them."""
+        while self._first:
+            self._wait_for_one()
+        while self._later:
+            oldest = self._later.popleft()
+            if oldest.advance():
+                self._later.append(oldest)
+
+
 class Backward:
     """Moves a model's layers through a backward. Hooks on the graph call it, in any order."""
 
@@ -46,8 +110,7 @@ class Backward:
         self,
         stack: CallStack[LayerState],
         communicator: Communicator,
-        backup_communicator: Communicator,
-        device: torch.device,
+        reductions: Reductions,
         depth: int,
         *,
         makes_the_rest: bool,
@@ -59,19 +122,14 @@ class Backward:
         self.order: ForwardOrder[tuple[tuple[LayerState, ...], tuple[str, ...]]] = ForwardOrder()
         self._stack = stack
         self._communicator = communicator
-        self._backup_communicator = backup_communicator
-        self._device = device
+        self.reductions = reductions
         self._depth, self._makes_the_rest = depth, makes_the_rest
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
-        self._backups: deque[Ticket] = deque()
-        # those whose first leg is over: sums over replicas, copies to the host
-        self._later: deque[Ticket] = deque()
         self.resting = RestingLayers()
         self._ignoring: list[LayerState] = []  # the layers with parameters that are left alone
         # the layers whose gradients the present backward is for, if not all
         self._only: frozenset[LayerState] | None = None
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
-        self._goes_on = False  # see `going_on`
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._told = False  # whether the conductor knows that this backward has begun
         self.ending = EndOfBackward()  # the end of the present backward
@@ -112,42 +170,9 @@ class Backward:
     def layers(self) -> list[LayerState]:
         return self._stack.layers
 
-    def reduce(self, state: LayerState, *, absent: bool = False) -> None:
-        """Starts to reduce a layer's gradients. `absent`: this rank has none, and takes part in
-        what others conduct.
-        """
-        while len(self._backups) >= max(1, self._depth):
-            self._wait_for_one()
-        with state.backup_span:
-            prepared = state.gradients.prepare(self._backup_communicator)
-            reduction = Reduce(state, not state.gradients.may_reduce, self, prepared)
-            tickets = reduction.perform() if absent else state.conductor.conduct(reduction)
-            self._backups.extend(tickets)
-
-    def _wait_for_one(self) -> None:
-        oldest = self._backups.popleft()
-        if oldest.advance():
-            self._later.append(oldest)
-
     def owe(self) -> None:
         """Gradients are kept for later."""
         self.owes = True
-
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Context for a `reset` after which this rank makes the rest of a failed backward's
-        transfers.
-
-        Its reductions under way go on, because a wait for them may need the other ranks' waits,
-        which come later. Layers that stay whole stay so, because the other ranks don't gather them
-        again.
-        """
-        under_way = self._backups, self._later
-        self._backups, self._later, self._goes_on = deque(), deque(), True
-        try:
-            yield
-        finally:
-            (self._backups, self._later), self._goes_on = under_way, False
 
     @property
     def raised(self) -> bool:
@@ -218,9 +243,9 @@ class Backward:
                 self._make_the_rest()
             except RuntimeError:  # a transfer has failed
                 broken = True
-        while self._backups or self._later:
+        while self.reductions.under_way:
             try:
-                self.drain_backups()
+                self.reductions.drain()
             except RuntimeError:  # after a failed transfer there is nothing more to wait for
                 broken_backward = True
         for trace in self._touched:
@@ -230,7 +255,7 @@ class Backward:
         self._stack.await_no_calls()
         self._reduces = self._told = False
         for state in self._stack.layers:
-            state.reset(broken=(broken or broken_backward) and not self._goes_on)
+            state.reset(broken=(broken or broken_backward) and not self.reductions.go_on)
         if self.resting and broken_backward:
             self.resting.settle()  # its end has not
         for account in accounts_of(self._stack.layers) if broken_backward else ():
@@ -375,9 +400,9 @@ class Backward:
             self.owe()
             state.gradients.keep()
             return
-        self.reduce(state)
+        self.reductions.start(state)
         if not self._depth:
-            self._settle()
+            self.reductions.settle(self.layers[0])
 
     def reduce_deferred(self) -> None:
         """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls
@@ -396,7 +421,7 @@ class Backward:
         for state in self._stack.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
-        self._settle()
+        self.reductions.settle(self.layers[0])
         for account in accounts_of(self._stack.layers):
             if account.unreached.maybe:
                 account.settle()
@@ -404,22 +429,6 @@ class Backward:
         for account, total in tokens:
             if total is not None:
                 account.note_tokens(total)
-
-    def _settle(self) -> None:
-        while self._backups:
-            self._wait_for_one()
-        if self._later:
-            first = self._stack.layers[0]
-            first.conductor.conduct(Settle(first, self))
-
-    def drain_backups(self) -> None:
-        """Waits for all reductions under way."""
-        while self._backups:
-            self._wait_for_one()
-        while self._later:
-            oldest = self._later.popleft()
-            if oldest.advance():
-                self._later.append(oldest)
 
     def _finish_all(self) -> None:
         for trace in sorted(self._touched, key=lambda trace: -trace.serial):
@@ -429,7 +438,7 @@ class Backward:
                 self.owes and self._reduces and state.gradients.due() and self._is_for(state)
             ):
                 self._back_up(state)
-        self._settle()
+        self.reductions.settle(self.layers[0])
 
     def _end(self) -> None:
         """[B6] Every layer's gradients are reduced, every layer is released, nothing is in

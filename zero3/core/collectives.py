@@ -166,7 +166,7 @@ class Reduce:
 
     layer: Any
     in_replica: bool
-    backward: Any = field(compare=False)
+    reductions: Any = field(compare=False)  # the model's
     mine: Any = field(default=None, compare=False)  # prepared
     moves: ClassVar[bool] = True
 
@@ -183,7 +183,7 @@ class Reduce:
         defers = int(self.in_replica and self.layer.gradients.may_reduce)
         self.layer.gradients.defer(defers, replicas_only=True)
         try:
-            self.backward.reduce(self.layer, absent=True)
+            self.reductions.start(self.layer, absent=True)
         finally:
             self.layer.gradients.defer(-defers, replicas_only=True)
 
@@ -195,14 +195,14 @@ class Settle:
     """
 
     layer: Any
-    backward: Any = field(compare=False)
+    reductions: Any = field(compare=False)  # the model's
     moves: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "waits for its gradients"
 
     def perform(self) -> None:
-        self.backward.drain_backups()
+        self.reductions.drain()
 
     take_part = perform
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..comm.communicator import Communicator
 from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
-from .backward import Backward, LayerCall, LayerTrace
+from .backward import Backward, LayerCall, LayerTrace, Reductions
 from .collectives import Activity, Agree, CompareLogs, Look, Round
 from .full_buffer import Lifetime
 from .layer_state import LayerState, Presence, may_get_gradients
@@ -82,8 +82,7 @@ class Runtime:
         self.backward = Backward(
             self.stack,
             first.communicator,
-            backups,
-            first.device,
+            Reductions(backups, pace.depth),
             pace.depth,
             makes_the_rest=own_order is not None,
         )

@@ -225,7 +225,7 @@ class CollectiveReplay:
         following = (self._script.after(self._done) if self._script is not None else None) or ()
         with ExitStack() as going_on:
             for runtime in runtimes_in(self._model):
-                going_on.enter_context(runtime.backward.going_on())
+                going_on.enter_context(runtime.backward.reductions.going_on())
                 runtime.reset(broken=False)
         for state in self._states:
             state.gradients.end_backward()  # what lands from now on is taken back too

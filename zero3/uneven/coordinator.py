@@ -273,7 +273,7 @@ class JoinCoordinator:
             if what is None:
                 self._announces = False
                 for runtime in self._runtimes:
-                    runtime.backward.drain_backups()
+                    runtime.backward.reductions.drain()
                 for state in self._states if together is Activity.BACKWARD else ():
                     state.gradients.end_backward()
                 if together is Activity.BACKWARD and self._tokens is not None:
@@ -412,7 +412,9 @@ def _listed(runtimes: Sequence[Runtime]) -> list[Collective]:
     """What a rank without data can take part in: in a gather with its chunks, in a reduction with
     zeros, in a comparison as a listener.
     """
-    layers = [(state, runtime.backward) for runtime in runtimes for state in runtime.layers]
+    layers = [
+        (state, runtime.backward.reductions) for runtime in runtimes for state in runtime.layers
+    ]
     firsts = [(runtime.layers[0], runtime) for runtime in runtimes]
     first, runtime = firsts[0]
     return [
@@ -422,7 +424,7 @@ def _listed(runtimes: Sequence[Runtime]) -> list[Collective]:
             for in_replica in (False, True)
             for state, each in layers
         ),
-        *(Settle(state, each.backward) for state, each in firsts),
+        *(Settle(state, each.backward.reductions) for state, each in firsts),
         Agree(first, "", (), runtime.communicator),
         *(Look(state, each.layers, each.communicator) for state, each in firsts),
         CountTokens(first),
