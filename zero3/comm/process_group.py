@@ -62,6 +62,8 @@ class GroupCommunicator:
         self.replica = 0
         self.channel = 0
         self._on_streams = has_streams(device) and backend not in _ON_HOST
+        # NCCL multiplies by 1/W before it adds: that moves no bit if W is a power of two
+        self.averages = backend == "nccl" and self.world_size.bit_count() == 1
         # torch 2.13 deprecates the old names; torch 2.11 has only the old names
         self._all_gather: Callable[..., Any] = (
             getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -115,14 +117,22 @@ class GroupCommunicator:
             return self.reduce_scatter(
                 torch.view_as_real(shard).flatten(), torch.view_as_real(full).flatten(), twice
             )
+        return self._reduce(shard, full, bounds, dist.ReduceOp.SUM)
+
+    def reduce_to_mean(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        return self._reduce(shard, full, bounds, dist.ReduceOp.AVG)
+
+    def _reduce(self, shard: Tensor, full: Tensor, bounds: Bounds, op: Any) -> Pending:
         if bounds is None:
             return (
-                self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams)
+                self._reduce_scatter(
+                    shard, full, op=op, group=self._group, async_op=not self._on_streams
+                )
                 or Done()
             )
         return (
             dist.reduce_scatter(
-                shard, cut(full, bounds), group=self._group, async_op=not self._on_streams
+                shard, cut(full, bounds), op=op, group=self._group, async_op=not self._on_streams
             )
             or Done()
         )
@@ -159,6 +169,15 @@ class GroupCommunicator:
         backend.
         """
         return dist.all_reduce(tensor, group=self._group, async_op=not self._on_streams) or Done()
+
+    def average_later(self, tensor: Tensor) -> Pending:
+        """Does the same for a mean."""
+        return (
+            dist.all_reduce(
+                tensor, dist.ReduceOp.AVG, group=self._group, async_op=not self._on_streams
+            )
+            or Done()
+        )
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
         if bounds is not None:

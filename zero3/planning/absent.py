@@ -62,6 +62,7 @@ class AbsentRanks:
         self.replica, self.shard_rank = divmod(rank, self.shards)
         self.takes_pieces = pieces and self.shards > 1
         self.tags_messages = pieces or world_size == 1
+        self.averages = not pieces and world_size.bit_count() == 1  # as NCCL does
         self._replicas = replicas
         self._observer: Callable[[Event], object] = lambda event: None
         self.making: Around = nullcontext
@@ -90,6 +91,8 @@ class AbsentRanks:
         moving = self._move(full.nbytes - shard.nbytes, shard)
         return _Adding(self, shard, [full], self.shards) if self.takes_pieces else moving
 
+    reduce_to_mean = reduce_scatter
+
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         self._move(shard.nbytes * (self.shards - 1), shard)
         return _Adding(self, shard, pieces[self.shard_rank], self.shards)
@@ -105,6 +108,8 @@ class AbsentRanks:
             return Done()
         with self.making():
             return _Adding(self, torch.empty_like(own), [shard], parts)
+
+    average_replicas = sum_replicas
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
