@@ -320,14 +320,16 @@ class Backward:
     def _is_for(self, state: LayerState) -> bool:
         return self._only is None or state in self._only
 
+    def _plan(self, call: LayerCall) -> str:
+        """What becomes of it. All ranks have to do the same, so they compare this text."""
+        found: str = call.layer.gradients.fate
+        if self._only is not None and not self._is_for(call.layer):
+            found = "gradients left alone (inputs=)"
+        return found if call.gathers else f"{found}, parameters not gathered"
+
     def _touch(self, trace: LayerTrace) -> None:
         signature = tuple(call.layer for call in trace.calls)
-        reductions = tuple(
-            state.gradients.fate
-            if self._only is None or self._is_for(state)
-            else "gradients left alone (inputs=)"
-            for state in signature
-        )
+        reductions = tuple(self._plan(call) for call in trace.calls)
         # what ranks have compared when the forward was over need not be the same as before
         fates = tuple(sorted(set(reductions)))
         if not self.order.advance(((), fates) if trace.compared else (signature, reductions)):
@@ -348,7 +350,7 @@ class Backward:
     def _take(self, step: Step[LayerState], trace: LayerTrace) -> None:
         state = step.call.layer
         if step.opens:  # [B3]
-            state.fetch()
+            state.fetch(gathers=step.call.gathers)
             for following in [*step.call.layers, *trace.upcoming(self._depth)]:
                 following.start_fetch()
             return

@@ -62,7 +62,6 @@ class AbsentRanks:
         self.replica, self.shard_rank = divmod(rank, self.shards)
         self.takes_pieces = pieces and self.shards > 1
         self.tags_messages = pieces or world_size == 1
-        self.averages = not pieces and world_size.bit_count() == 1  # as NCCL does
         self._replicas = replicas
         self._observer: Callable[[Event], object] = lambda event: None
         self.making: Around = nullcontext
@@ -71,6 +70,11 @@ class AbsentRanks:
         self._lands_at_once = not pieces
         self._lanes: Lanes | None = None
         self._count = 0
+
+    @property
+    def averages(self) -> bool:
+        """As NCCL does."""
+        return self._lands_at_once and self.world_size.bit_count() == 1
 
     def count_as(self, *, making: Around, resting: Around) -> None:
         """`making`: around what is made for a transfer alone. `resting`: where chunks rest."""
