@@ -16,6 +16,7 @@ from tests.support.ranks import ThreadCommunicator, ThreadPartsCommunicator, run
 from tests.support.reference import Turn, check_parity
 from zero3 import ShardingPolicy
 from zero3.access import states_of
+from zero3.build import construction
 from zero3.core.layer_state import LayerState, Presence
 
 WORDS, BLOCKS = 11, 3
@@ -219,6 +220,24 @@ def test_a_rank_without_a_gradient_for_the_embedding_makes_the_same_transfers(tw
     torch.testing.assert_close(found, expected)
 
 
+def test_in_a_checkpoint_too() -> None:
+    """Its recomputation, which reads the weight, happens on one rank alone."""
+
+    def body(group: ThreadCommunicator) -> list[Any]:
+        model = by_layer(made[group.rank], group, ShardingPolicy())
+        for step in range(3):
+            group.log.clear()
+            program(model, Turn(group.rank, step, 2))
+        return list(group.log)
+
+    made = [Text() for _ in range(2)]
+    for model in made:
+        model.around = lambda module, ids: checkpoint(module, ids, use_reentrant=False, preserve_rng_state=False)
+    made[1].cut = True
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_an_embedding_that_is_called_twice(depth: int) -> None:
     def build() -> Text:
@@ -274,3 +293,100 @@ def test_ranks_that_differ_are_told() -> None:
     made = [Text(), Text()]
     with pytest.raises(ValueError, match="parameters not gathered"):
         run_ranks(2, body)
+
+
+# -- lives, beside those in which it is gathered
+
+
+def no_sync(model: Any, rank: int) -> None:
+    with zero3.no_sync(model):
+        loss_of(model, Turn(rank, 1, 2)).backward()
+    loss_of(model, Turn(rank, 2, 2)).backward()
+
+
+def two_forwards(model: Any, rank: int) -> None:
+    (loss_of(model, Turn(rank, 1, 2)) + loss_of(model, Turn(rank, 2, 2))).backward()
+
+
+def frozen_before_its_backward(model: Any, rank: int) -> None:
+    loss = loss_of(model, Turn(rank, 1, 2))
+    for chunk in model.embedding.get_trainable_chunk():
+        chunk.requires_grad_(False)
+    loss.backward()
+
+
+def changed_before_its_backward(model: Any, rank: int) -> None:
+    loss = loss_of(model, Turn(rank, 1, 2))
+    with torch.no_grad():
+        for chunk in model.embedding.get_trainable_chunk():
+            chunk.mul_(2)
+    loss.backward()
+
+
+def evaluated_before_its_backward(model: Any, rank: int) -> None:
+    loss = loss_of(model, Turn(rank, 1, 2))
+    with torch.no_grad():
+        loss_of(model, Turn(rank, 2, 2))
+    loss.backward()
+
+
+def failing(model: Any, rank: int) -> None:
+    for step in range(4):
+        with zero3.step_guard(model):
+            loss = loss_of(model, Turn(rank, step, 2))
+            if (rank, step) == (1, 2):
+                raise ArithmeticError
+            loss.backward()
+
+
+def fetched_by_hand(model: Any, rank: int) -> None:
+    zero3.fetch(model.embedding)
+    loss_of(model, Turn(rank, 1, 2)).backward()
+    zero3.release(model.embedding)
+
+
+def of_some_inputs(model: Any, rank: int) -> None:
+    loss_of(model, Turn(rank, 1, 2)).backward(inputs=model.blocks[1].get_trainable_chunk())
+
+
+def as_one_gradient(model: Any, rank: int) -> None:
+    """`autograd.grad` of inputs, through a second call of the blocks."""
+    x = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
+    torch.autograd.grad(model.blocks[0](x + model.embedding(torch.tensor([1, 2]))).sum(), x)
+    loss_of(model, Turn(rank, 1, 2)).backward()
+
+
+LIVES = [
+    no_sync, two_forwards, frozen_before_its_backward, changed_before_its_backward, evaluated_before_its_backward, failing, fetched_by_hand,
+    of_some_inputs, as_one_gradient,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_a_life_is_that_of_a_model_whose_embedding_is_gathered(life: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits, errors, and all transfers but gathers of the embedding."""
+
+    def run() -> list[Any]:
+        made = [Text() for _ in range(2)]
+
+        def body(group: ThreadCommunicator) -> Any:
+            model = by_layer(made[group.rank], group, ShardingPolicy())
+            optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+            told = []
+            for _ in range(2):
+                try:
+                    life(model, group.rank)
+                except (RuntimeError, ValueError, TypeError) as error:
+                    told.append(f"{type(error).__name__}: {error}")
+                    zero3.reset(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            return told, zero3.full_state_dict(model, rank0_only=False), [each.numel for each in group.log if each.kind == "reduce_scatter"]
+
+        return run_ranks(2, body)
+
+    found = run()
+    monkeypatch.setattr(construction, "reads_weights", lambda *_: True)
+    for (told, values, reduced), (others, expected, theirs) in zip(found, run(), strict=True):
+        assert (told, reduced) == (others, theirs)
+        assert all(torch.equal(values[name], expected[name]) for name in expected)

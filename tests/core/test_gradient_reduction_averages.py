@@ -25,8 +25,8 @@ class Averaging(ThreadCommunicator):
     def averages(self) -> bool:
         return self.world_size in (1, 2, 4)
 
-    def reduce_to_mean(self, shard: Tensor, full: Tensor, bounds: Any = None) -> Any:
-        assert self.averages and bounds is None
+    def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Any:
+        assert self.averages
         self.log.append(self.log[-1]._replace(kind="mean"))
         return self.reduce_scatter(shard, full.mul_(1 / self.world_size))
 

@@ -86,9 +86,10 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     # fp16 overflows at 65504, so a part of the division for the mean is done before the sum
     early = mean and kind is None and sums == torch.float16
     first = 1 << (communicator.world_size.bit_length() - 1) // 2 if early else 1
-    averaged = mean and kind is None and sums in _WIDE and averages(communicator)
     trailer = _trailer(chunk, communicator) if kind is None else 0
     layout = GradientLayout(chunk.at.layout, trailer)
+    averaged = mean and kind is None and sums in _WIDE and layout.bounds is None
+    averaged = averaged and averages(communicator)
     stages: list[Stage] = [
         ReduceScatter(layout.bounds, sums, divides_first=first, averages=averaged)
         if kind is None

@@ -106,8 +106,10 @@ class Averages(Communicator, Protocol):
     # whether means have the bits of sums that are divided afterwards, but for what underflows
     averages: bool
 
-    def reduce_to_mean(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        """Does the same as `reduce_scatter`, for the mean over the ranks that it sums over."""
+    def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
+        """Does the same as `reduce_scatter` of equal slices, for the mean over the ranks that it
+        sums over.
+        """
         ...
 
 

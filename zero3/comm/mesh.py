@@ -78,8 +78,8 @@ class MeshCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         return self._row.reduce_scatter(shard, full, bounds)
 
-    def reduce_to_mean(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        return cast(Averages, self._row).reduce_to_mean(shard, full, bounds)
+    def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
+        return cast(Averages, self._row).reduce_to_mean(shard, full)
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         return self._row.reduce_pieces(shard, pieces)

@@ -117,22 +117,26 @@ class GroupCommunicator:
             return self.reduce_scatter(
                 torch.view_as_real(shard).flatten(), torch.view_as_real(full).flatten(), twice
             )
-        return self._reduce(shard, full, bounds, dist.ReduceOp.SUM)
-
-    def reduce_to_mean(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
-        return self._reduce(shard, full, bounds, dist.ReduceOp.AVG)
-
-    def _reduce(self, shard: Tensor, full: Tensor, bounds: Bounds, op: Any) -> Pending:
         if bounds is None:
             return (
-                self._reduce_scatter(
-                    shard, full, op=op, group=self._group, async_op=not self._on_streams
-                )
+                self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams)
                 or Done()
             )
         return (
             dist.reduce_scatter(
-                shard, cut(full, bounds), op=op, group=self._group, async_op=not self._on_streams
+                shard, cut(full, bounds), group=self._group, async_op=not self._on_streams
+            )
+            or Done()
+        )
+
+    def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
+        return (
+            self._reduce_scatter(
+                shard,
+                full,
+                dist.ReduceOp.AVG,
+                group=self._group,
+                async_op=not self._on_streams,
             )
             or Done()
         )

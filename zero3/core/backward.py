@@ -320,16 +320,17 @@ class Backward:
     def _is_for(self, state: LayerState) -> bool:
         return self._only is None or state in self._only
 
-    def _plan(self, call: LayerCall) -> str:
-        """What becomes of it. All ranks have to do the same, so they compare this text."""
-        found: str = call.layer.gradients.fate
-        if self._only is not None and not self._is_for(call.layer):
-            found = "gradients left alone (inputs=)"
-        return found if call.gathers else f"{found}, parameters not gathered"
-
     def _touch(self, trace: LayerTrace) -> None:
         signature = tuple(call.layer for call in trace.calls)
-        reductions = tuple(self._plan(call) for call in trace.calls)
+        reductions = tuple(
+            (
+                call.layer.gradients.fate
+                if self._only is None or self._is_for(call.layer)
+                else "gradients left alone (inputs=)"
+            )
+            + ("" if call.gathers else ", parameters not gathered")
+            for call in trace.calls
+        )
         # what ranks have compared when the forward was over need not be the same as before
         fates = tuple(sorted(set(reductions)))
         if not self.order.advance(((), fates) if trace.compared else (signature, reductions)):

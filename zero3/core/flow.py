@@ -199,7 +199,7 @@ class ReduceScatter:
         if full is None or full is gradient.summed:
             return Done()
         if self._averages:
-            return cast(Averages, communicator).reduce_to_mean(gradient.summed, full, self._bounds)
+            return cast(Averages, communicator).reduce_to_mean(gradient.summed, full)
         return communicator.reduce_scatter(gradient.summed, full, self._bounds)
 
 

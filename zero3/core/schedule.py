@@ -394,8 +394,8 @@ class CallTrace(Generic[L]):
 
     def upcoming(self, depth: int) -> list[L]:
         """The layers that backward gathers next, at most `depth` of them."""
-        following = (self.calls[i] for i in range(self._cursor, -1, -1))
-        return list(islice((call.layer for call in following if call.gathers), depth))
+        calls, ahead = self.calls, range(self._cursor, -1, -1)
+        return list(islice((calls[i].layer for i in ahead if calls[i].gathers), depth))
 
     def reached_by(self, task: int, *, reduces: bool) -> None:
         """A backward has come to this trace."""
