@@ -101,7 +101,9 @@ class DryRun:
         with torch.device("meta"):
             model = Llama(size, lambda name: self._points.update({name: self.now}))
         self.layers = [model.embedding, *model.blocks, model.readout]
-        self.formula = Formula(ranks, depth, sizes=[[p.numel() for p in layer.parameters()] for layer in self.layers], unit=MIXED)
+        self.formula = Formula(
+            ranks, depth, sizes=[[p.numel() for p in layer.parameters()] for layer in self.layers], unit=MIXED, embedding=True
+        )
         policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch_depth=depth, offload=offload)
         self.model = zero3.shard(model, self.layers, device="cuda", policy=policy)
         for state in states_of(self.model):
@@ -142,17 +144,22 @@ class DryRun:
 def transfers_counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
     transfers, moved = Counter[str](), Counter[str]()
 
-    def counted(name: str, full_of: Callable[..., Tensor]) -> Any:
+    def counted(name: str, full_of: Callable[..., Tensor], kind: str | None = None) -> Any:
         original = getattr(GroupCommunicator, name)
 
         def call(self: GroupCommunicator, *args: Any, **kwargs: Any) -> Any:
-            transfers[name] += 1
-            moved[name] += full_of(*args).nbytes
+            transfers[kind or name] += 1
+            moved[kind or name] += full_of(*args).nbytes
             return original(self, *args, **kwargs)
 
         return patch.object(GroupCommunicator, name, call)
 
-    with counted("all_gather", lambda full, *_: full), counted("reduce_scatter", lambda _, full, *__: full):
+    second = lambda _, full, *__: full  # noqa: E731
+    with (
+        counted("all_gather", lambda full, *_: full),
+        counted("reduce_scatter", second),
+        counted("reduce_to_mean", second, "reduce_scatter"),
+    ):
         yield transfers, moved
 
 

@@ -89,6 +89,57 @@ FAULTS = [
         "core/no_sync",
     ),
     Fault(
+        "a mean of fewer ranks is one of all",
+        "core/flow.py",
+        "gradient.account.among.averaged_over / self._divided",
+        "max(gradient.account.among.averaged_over, self._divided) / self._divided",
+        "core/gradient_reduction_averages",
+    ),
+    Fault(
+        "a mean is divided once more",
+        "build/axes.py",
+        "divided = communicator.world_size if averaged else first",
+        "divided = first",
+        "core/gradient_reduction_averages",
+    ),
+    Fault(
+        "three ranks' sums are NCCL's mean, too",
+        "build/axes.py",
+        "    averaged = averaged and averages(communicator)\n",
+        "    averaged = averaged and hasattr(communicator, 'averages')\n",
+        "core/gradient_reduction_averages",
+    ),
+    Fault(
+        "a layer's full buffer is given back behind the buffer of its gradients",
+        "core/backward.py",
+        "        for each in (state, *step.call.layers):\n            self.release(each)\n"
+        "        if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):\n            self._back_up(state)\n",
+        "        if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):\n            self._back_up(state)\n"
+        "        for each in (state, *step.call.layers):\n            self.release(each)\n",
+        "core/memory",
+    ),
+    Fault(
+        "a linear layer is not gathered for its backward",
+        "build/construction.py",
+        "    if type(module) is not nn.Embedding or",
+        "    if type(module) is nn.Linear:\n        return False\n    if type(module) is not nn.Embedding or",
+        "core/embeddings",
+    ),
+    Fault(
+        "an embedding in a checkpoint is gathered by its recomputation alone",
+        "core/runtime.py",
+        "            or checkpoint_around() is not None\n",
+        "",
+        "core/embeddings",
+    ),
+    Fault(
+        "each rank looks at its own hooks of an embedding",
+        "build/construction.py",
+        "any(each[IDENTITY_BYTES] & _READS for each in notes)",
+        "self.reads",
+        "core/embeddings",
+    ),
+    Fault(
         "padding not zeroed",
         "core/gradient_buffer.py",
         "if self.missing or spots[-1]:  # padding",

@@ -66,11 +66,20 @@ EXACT = Bytes()
 
 class Formula:
     """docs/memory.md as code. W ranks; depth d; of each layer, in bytes: S its chunk, F its full parameters, P its gradients as autograd
-    makes them, G its gradient and FG its full gradient, with trailers. `sizes`: the elements of each layer's parameters."""
+    makes them, G its gradient and FG its full gradient, with trailers. `sizes`: the elements of each layer's parameters. `embedding`:
+    whether the first layer is one, which backward does not gather."""
 
     def __init__(
-        self, world_size: int, depth: int, *, kept: bool = False, sizes: Sequence[Sequence[int]] = SIZES, unit: Bytes = EXACT
+        self,
+        world_size: int,
+        depth: int,
+        *,
+        kept: bool = False,
+        sizes: Sequence[Sequence[int]] = SIZES,
+        unit: Bytes = EXACT,
+        embedding: bool = False,
     ) -> None:
+        self.first = int(embedding)  # that backward gathers
         self.world_size, self.depth, self.kept, self.sizes, self.unit = world_size, depth, kept, sizes, unit
         slices = [-(-sum(each) // world_size) for each in sizes]
         self.last = len(sizes) - 1
@@ -107,7 +116,7 @@ class Formula:
         `over`: at its end, when the first of those on their way has been waited for, so that its own can follow.
         """
         travels = range(i + 1, min(i + self.depth - over, self.last) + 1)
-        fetched = self.full(range(0 if self.kept else max(0, i - self.depth), i + 1))
+        fetched = self.full(range(0 if self.kept else max(self.first, i - self.depth), i + 1))
         travelling = sum(self.travelling[j] for j in travels)
         landed = sum(self.G) if accumulating else sum(self.G[travels.stop :])
         return fetched + travelling + landed
@@ -115,7 +124,7 @@ class Formula:
     def peak_of_backward_of(self, i: int, *, accumulating: bool) -> int:
         """When the last gradient of i has come in; or when all are about to be copied into the buffer that travels, and i is released."""
         before = self.backward_of(i, accumulating=accumulating)
-        later = self.backward_of(i, accumulating=accumulating, over=self.depth > 0) - self.full(range(i, i + 1))
+        later = self.backward_of(i, accumulating=accumulating, over=self.depth > 0) - self.full(range(max(self.first, i), i + 1))
         return self.P[i] + max(before, later + self.FG[i])
 
 

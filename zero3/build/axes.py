@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, averages
 from ..comm.errors import Subject
 from ..core.account import Account
 from ..core.chunk import Chunk, Here, Placement, Plain, Wire
@@ -32,6 +32,9 @@ from ..stores.resting import Home, Keeping, Resting, resting_place
 from ..wires.coded import Coded, CodedReduceScatter
 
 __all__: list[str] = []
+
+# dtypes whose exponents reach so far that a mean underflows where its sum nearly does
+_WIDE = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def chunk_of(
@@ -85,14 +88,17 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
     first = 1 << (communicator.world_size.bit_length() - 1) // 2 if early else 1
     trailer = _trailer(chunk, communicator) if kind is None else 0
     layout = GradientLayout(chunk.at.layout, trailer)
+    averaged = mean and kind is None and sums in _WIDE and layout.bounds is None
+    averaged = averaged and averages(communicator)
     stages: list[Stage] = [
-        ReduceScatter(layout.bounds, sums, divides_first=first)
+        ReduceScatter(layout.bounds, sums, divides_first=first, averages=averaged)
         if kind is None
         else CodedReduceScatter(kind, chunk, communicator, subject)
     ]
     if communicator.shards < communicator.world_size:
-        stages += [KeepInReplica(), SumReplicas()]
-    stages.append(Average(lands, mean=mean, divides_first=first))
+        stages += [KeepInReplica(), SumReplicas(averages=averaged)]
+    divided = communicator.world_size if averaged else first
+    stages.append(Average(lands, mean=mean, divided=divided))
     place = resting_place(chunk)
     if place is not None and place.far:
         stages.append(Home(place))

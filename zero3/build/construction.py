@@ -69,6 +69,8 @@ from .selecting import formats_of, nothing_selected, without_ignored
 
 __all__: list[str] = []
 
+_ON_META, _READS = 1, 2  # flags that ranks tell each other
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -104,6 +106,7 @@ class _Found(NamedTuple):
     formats: Mapping[str, Format] = MappingProxyType({})  # of quantised parameters
     buffers: Sequence[_Buffer] = ()
     lines: Sequence[str] = ()  # what the ranks compare
+    reads: bool = True  # whether a backward reads the parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ class _Examined:
     formats: Mapping[str, Format]
     buffers: Sequence[_Buffer]
     lines: Sequence[str]
+    reads: bool
 
     @property
     def on_meta(self) -> dict[str, bool]:
@@ -155,15 +159,16 @@ class _Examined:
                 host_of(self.communicator).room_on_disk(directory, -(-nbytes // shards))
             )
 
-    def agree(self) -> bytes:
-        """Compares the ranks. Returns rank 0's note: the layer's number among ranks, and whether
-        rank 0 has any tensor on meta.
+    def agree(self) -> tuple[bytes, bool, bool]:
+        """Compares the ranks. Returns rank 0's number for the layer, whether rank 0 has any tensor
+        on meta, and whether a backward reads the parameters on any rank.
         """
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
-        note = secrets.token_bytes(IDENTITY_BYTES) + bytes([any(self.on_meta.values())])
+        flags = any(self.on_meta.values()) * _ON_META | self.reads * _READS
+        note = secrets.token_bytes(IDENTITY_BYTES) + bytes([flags])
         alone = self.request.label is None  # else `shard` has met for all of its layers
         with meeting(self.communicator, self.error) if alone else nullcontext():
-            return agree(
+            notes = agree(
                 self.communicator,
                 self.device,
                 subject,
@@ -171,7 +176,10 @@ class _Examined:
                 self.error,
                 note=note,
                 caller="Zero3Layer",
-            )[0]
+            )
+        first = notes[0]
+        reads = any(each[IDENTITY_BYTES] & _READS for each in notes)
+        return first[:IDENTITY_BYTES], bool(first[IDENTITY_BYTES] & _ON_META), reads
 
 
 def agree_on(
@@ -235,19 +243,19 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     know_chunks()
     steps_seen()
     examined = _examine(request, is_layer)
-    note = examined.agree()
+    number, meta, reads = examined.agree()
     device, label, policy = examined.device, examined.label, request.policy
     dealing = request.dealer and request.dealer.deal(examined.communicator, device)
     shared = (dealing.at, dealing.among) if dealing else ()
     for communicator in (examined.communicator, *shared):
-        communicator.channel = int.from_bytes(note[:IDENTITY_BYTES], "little")
+        communicator.channel = int.from_bytes(number, "little")
     communicator, over = (dealing.whole, dealing.at) if dealing else (communicator, communicator)
     home = AtHome(request.module, dealing, dtypes_at_the_edges(policy)) if dealing else None
     state = LayerState(
         label,
         communicator,
         device,
-        behaviour_of(policy, home),
+        behaviour_of(policy, home, reads_weights=reads),
         policy,
         lambda subject: gradients_of(communicator, over, policy, subject),
         len(request.modules),
@@ -255,7 +263,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
     if home is not None:
         home.serve(state)
     unloaded: set[str] = set()
-    if note[IDENTITY_BYTES]:
+    if meta:
         empty_on_rank_0 = communicator.exchange(bytes(examined.on_meta.values()), device)[0]
         unloaded = {
             name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty
@@ -293,12 +301,40 @@ def _add_chunks(
                 mark_sharded(each, f"{sites.name!r} of layer {label}", state)
 
 
-def behaviour_of(policy: ShardingPolicy, home: AtHome | None = None) -> Behaviour:
+def behaviour_of(
+    policy: ShardingPolicy, home: AtHome | None = None, *, reads_weights: bool = True
+) -> Behaviour:
     return Behaviour(
         call=home or caller_for(*dtypes_at_the_edges(policy)),
         conductor=conductor_for(policy.compare_every),
         lifetime=lifetime_of(policy),
         rounding=rounding(policy),
+        reads_weights=reads_weights,
+    )
+
+
+def reads_weights(
+    modules: Sequence[nn.Module],
+    parameters: Sequence[ParameterSites],
+    formats: Mapping[str, Format],
+) -> bool:
+    """Whether a backward reads the parameters. That of torch's own embedding knows of the ids
+    alone, if nobody's hooks or `forward` stand in its place.
+    """
+    module, *others = modules
+    places = [(sites.parameter, place) for sites in parameters for place in sites.places]
+    if type(module) is not nn.Embedding or others or formats or len(places) != 1:
+        return True
+    weight, place = places[0]
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return bool(
+        place != (module, "weight")
+        or type(weight) is not nn.Parameter
+        or module.max_norm is not None
+        or "forward" in vars(module)
+        or any(vars(module)[name] for name in hooks)
+        or weight._backward_hooks
+        or getattr(weight, "_post_accumulate_grad_hooks", None)
     )
 
 
@@ -372,7 +408,8 @@ def _found_in(
         _check_called(module)
     sharded = set(parameters)
     ignored = [sites.parameter for sites in found if sites not in sharded]
-    return _Found(parameters, ignored, formats, buffers, lines)
+    reads = reads_weights(request.modules, parameters, formats)
+    return _Found(parameters, ignored, formats, buffers, lines, reads)
 
 
 def device_of(request: Request, is_layer: Callable[[nn.Module], bool]) -> torch.device:

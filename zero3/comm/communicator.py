@@ -98,6 +98,25 @@ class Communicator(Protocol):
     def same_ranks(self, other: Communicator) -> bool: ...
 
 
+class Averages(Communicator, Protocol):
+    """One whose transfers may divide for the mean, at no cost. Whether they do is its to say: a
+    communicator need not have any of this.
+    """
+
+    # whether means have the bits of sums that are divided afterwards, but for what underflows
+    averages: bool
+
+    def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
+        """Does the same as `reduce_scatter` of equal slices, for the mean over the ranks that it
+        sums over.
+        """
+        ...
+
+
+def averages(communicator: Communicator) -> bool:
+    return bool(getattr(communicator, "averages", False))
+
+
 def is_first(communicator: Communicator) -> bool:
     """Whether this rank is the one, among all, whose values count, and that writes or logs what is
     needed once.
@@ -114,7 +133,7 @@ class SoloCommunicator:
     world_size = shards = 1
     channel = 0
     takes_pieces = False
-    tags_messages = True
+    tags_messages = averages = True
 
     def __init__(self, group: object = None) -> None:
         # for torch's own tools
@@ -128,6 +147,8 @@ class SoloCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         shard.copy_(full)
         return Done()
+
+    reduce_to_mean = reduce_scatter
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         torch.cat(list(pieces[0]), out=shard)

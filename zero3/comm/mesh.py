@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .board import Board, board_for, numbered
-from .communicator import Bounds, Communicator, SoloCommunicator
+from .communicator import Averages, Bounds, Communicator, SoloCommunicator, averages
 from .log import Told
 from .process_group import Gathered, board_of
 from .streams import Done, Lanes, OnHost, Pending, Then, has_streams, on_device
@@ -30,6 +30,10 @@ class Replicas(Communicator, Protocol):
 
     def all_reduce_later(self, tensor: Tensor) -> Pending:
         """Sums `tensor` over ranks, with the same bits on all of them, but only starts it."""
+        ...
+
+    def average_later(self, tensor: Tensor) -> Pending:
+        """Does the same for the mean. Those that don't average need not have it."""
         ...
 
 
@@ -49,6 +53,7 @@ class MeshCommunicator:
         self.world_size = self.shards * column.world_size
         self.takes_pieces = row.takes_pieces
         self.tags_messages = row.tags_messages and column.tags_messages
+        self.averages = averages(row) and averages(column)
 
     @property
     def row(self) -> Communicator:
@@ -73,6 +78,9 @@ class MeshCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         return self._row.reduce_scatter(shard, full, bounds)
 
+    def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
+        return cast(Averages, self._row).reduce_to_mean(shard, full)
+
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         return self._row.reduce_pieces(shard, pieces)
 
@@ -86,6 +94,10 @@ class MeshCommunicator:
         starts it.
         """
         return self._column.all_reduce_later(shard) if shard.numel() else Done()
+
+    def average_replicas(self, shard: Tensor) -> Pending:
+        """Does the same for their mean, where the mesh `averages`."""
+        return self._column.average_later(shard) if shard.numel() else Done()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         self._row.all_reduce(tensor, maximum=maximum)

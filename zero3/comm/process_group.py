@@ -62,6 +62,8 @@ class GroupCommunicator:
         self.replica = 0
         self.channel = 0
         self._on_streams = has_streams(device) and backend not in _ON_HOST
+        # NCCL multiplies by 1/W before it adds: that moves no bit if W is a power of two
+        self.averages = backend == "nccl" and self.world_size.bit_count() == 1
         # torch 2.13 deprecates the old names; torch 2.11 has only the old names
         self._all_gather: Callable[..., Any] = (
             getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -127,6 +129,18 @@ class GroupCommunicator:
             or Done()
         )
 
+    def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
+        return (
+            self._reduce_scatter(
+                shard,
+                full,
+                dist.ReduceOp.AVG,
+                group=self._group,
+                async_op=not self._on_streams,
+            )
+            or Done()
+        )
+
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         raise NotImplementedError(
             f"{self._backend} reduces a buffer: takes_pieces is {self.takes_pieces}"
@@ -159,6 +173,15 @@ class GroupCommunicator:
         backend.
         """
         return dist.all_reduce(tensor, group=self._group, async_op=not self._on_streams) or Done()
+
+    def average_later(self, tensor: Tensor) -> Pending:
+        """Does the same for a mean."""
+        return (
+            dist.all_reduce(
+                tensor, dist.ReduceOp.AVG, group=self._group, async_op=not self._on_streams
+            )
+            or Done()
+        )
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
         if bounds is not None:

@@ -96,7 +96,8 @@ def checkpoint_around() -> object | None:
         frame = frame.f_back
     if found is None:  # one that is put on a module by hooks
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-        if (hooks := top(True)) and hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        hooks = top(True)
+        if hooks and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
             found = hooks[1]
     return found
 

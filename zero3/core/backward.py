@@ -348,10 +348,13 @@ class Backward:
     def _touch(self, trace: LayerTrace) -> None:
         signature = tuple(call.layer for call in trace.calls)
         reductions = tuple(
-            state.gradients.fate
-            if self._only is None or self._is_for(state)
-            else "gradients left alone (inputs=)"
-            for state in signature
+            (
+                call.layer.gradients.fate
+                if self._only is None or self._is_for(call.layer)
+                else "gradients left alone (inputs=)"
+            )
+            + ("" if call.gathers else ", parameters not gathered")
+            for call in trace.calls
         )
         # what ranks have compared when the forward was over need not be the same as before
         fates = tuple(sorted(set(reductions)))
@@ -373,7 +376,7 @@ class Backward:
     def _take(self, step: Step[LayerState], trace: LayerTrace) -> None:
         state = step.call.layer
         if step.opens:  # [B3]
-            state.fetch()
+            state.fetch(gathers=step.call.gathers)
             for following in [*step.call.layers, *trace.upcoming(self._depth)]:
                 following.start_fetch()
             return

@@ -128,15 +128,17 @@ class Use:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """A mark: the layer's gather is waited for, and started before if it is not under way. When it
-    has been performed the layer computes.
+    has been performed the layer computes. Not `gathers`: it computes without its parameters.
     """
 
     layer: Any
+    gathers: bool = True
     moves: ClassVar[bool] = False
 
     def perform(self) -> None:
-        self.layer.start_fetch()
-        self.layer.finish_fetch()
+        if self.gathers:
+            self.layer.start_fetch()
+            self.layer.finish_fetch()
 
     take_part = perform
 

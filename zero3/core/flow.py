@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ..comm.communicator import Bounds, Communicator
+from ..comm.communicator import Averages, Bounds, Communicator
 from ..comm.errors import NamingFailures
 from ..comm.streams import Done, Lane, Lanes, Pending, Then
 from .chunk import Chunk
@@ -165,9 +165,19 @@ class ReduceScatter:
     lane = "backup"
     has_room = True
 
-    def __init__(self, bounds: Bounds, dtype: torch.dtype, *, divides_first: int = 1) -> None:
-        """`divides_first`: a part of the division for the mean. fp16 overflows at 65504."""
+    def __init__(
+        self,
+        bounds: Bounds,
+        dtype: torch.dtype,
+        *,
+        divides_first: int = 1,
+        averages: bool = False,
+    ) -> None:
+        """`divides_first`: a part of the division for the mean. fp16 overflows at 65504.
+        `averages`: the transfer divides by the number of its ranks.
+        """
         self._bounds, self._dtype, self._divides_first = bounds, dtype, divides_first
+        self._averages = averages
 
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         take_gradients(gradient, buffer, self._dtype, self._divides_first)
@@ -188,6 +198,8 @@ class ReduceScatter:
             return communicator.reduce_pieces(gradient.summed, pieces)
         if full is None or full is gradient.summed:
             return Done()
+        if self._averages:
+            return cast(Averages, communicator).reduce_to_mean(gradient.summed, full)
         return communicator.reduce_scatter(gradient.summed, full, self._bounds)
 
 
@@ -219,8 +231,11 @@ class Average:
     lane = ""
     has_room = True
 
-    def __init__(self, dtype: torch.dtype, *, mean: bool, divides_first: int = 1) -> None:
-        self._dtype, self._mean, self._divides_first = dtype, mean, divides_first
+    def __init__(self, dtype: torch.dtype, *, mean: bool, divided: int = 1) -> None:
+        """`divided`: by how much the stages before do it, whoever has data. It is a power of two,
+        so that what is left here, such as 3/4, gives the bits of one division.
+        """
+        self._dtype, self._mean, self._divided = dtype, mean, divided
 
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         summed = gradient.summed
@@ -231,7 +246,7 @@ class Average:
     def __call__(self, gradient: Travelling) -> None:
         """[backup 3]"""
         summed, landed = gradient.summed, gradient.landed
-        divisor = gradient.account.among.averaged_over / self._divides_first if self._mean else 1
+        divisor = gradient.account.among.averaged_over / self._divided if self._mean else 1
         narrows = gradient.exact is not None
         if narrows and divisor != 1:
             summed.div_(divisor)

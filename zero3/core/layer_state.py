@@ -78,6 +78,8 @@ class Behaviour:
     conductor: Conductor  # its own
     lifetime: Lifetime  # of the layer's full buffers
     rounding: str  # for errors: what makes that which computes other than the chunks
+    # whether a backward through it reads its parameters
+    reads_weights: bool = True
 
 
 class LayerState:
@@ -210,14 +212,15 @@ class LayerState:
 
     # -- fetch and release
 
-    def fetch(self) -> None:
+    def fetch(self, *, gathers: bool = True) -> None:
+        """The layer is to compute. Not `gathers`: it does not need its parameters for that."""
         if self.as_stored:
             raise RuntimeError(
                 f"rank {self.communicator.rank}: layer {self.label} was to compute inside "
                 "zero3.full_params(), where its parameters are as they are stored, not in "
                 f"{self.behaviour.rounding}. Use `with zero3.resident(model):` to compute."
             )
-        self.conductor.conduct(Fetch(self))
+        self.conductor.conduct(Fetch(self, gathers))
 
     def start_fetch(self) -> None:
         """[fetch 1] Starts to gather the layer, if it is released."""

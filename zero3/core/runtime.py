@@ -20,7 +20,14 @@ import torch
 from torch import nn
 
 from ..comm.communicator import Communicator
-from .autograd import graph_clock, inside_backward, nodes_since, tensors_in, transforms_under_way
+from .autograd import (
+    checkpoint_around,
+    graph_clock,
+    inside_backward,
+    nodes_since,
+    tensors_in,
+    transforms_under_way,
+)
 from .backward import Backward, LayerCall, LayerTrace, Reductions
 from .collectives import Activity, Agree, CompareLogs, Look, Round
 from .full_buffer import Lifetime
@@ -375,7 +382,14 @@ class Runtime:
             return None
         self._lingering.append(state)
         recomputed = not graph or self._order.counts_without_graph
-        return self._trace.record(state, start, recomputed=recomputed)
+        # a recomputation reads them, too, and happens only on ranks where gradients arrive
+        gathers = (
+            state.behaviour.reads_weights
+            or self.own_order is not None
+            or inside_backward()
+            or checkpoint_around() is not None
+        )
+        return self._trace.record(state, start, recomputed=recomputed, gathers=gathers)
 
     def recorded(self) -> tuple[LayerState, ...]:
         """The layers whose calls are recorded in the forward under way."""

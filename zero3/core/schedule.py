@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from math import inf
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -273,6 +274,7 @@ class Call(Generic[L]):
     # the numbers of those that one checkpoint recomputes, this one too, and their layers
     together: Sequence[int] = ()
     layers: Sequence[L] = ()
+    gathers: bool = True  # whether its backward needs the layer's parameters
 
 
 class Step(NamedTuple, Generic[L]):
@@ -318,8 +320,10 @@ class CallTrace(Generic[L]):
         self._clock += 1
         return self._clock
 
-    def record(self, layer: L, start: int, *, recomputed: bool = False) -> Call[L]:
-        call = Call(layer, start, self.begin(), len(self.calls))
+    def record(
+        self, layer: L, start: int, *, recomputed: bool = False, gathers: bool = True
+    ) -> Call[L]:
+        call = Call(layer, start, self.begin(), len(self.calls), gathers=gathers)
         if recomputed:
             self.recomputed.append(call)
         # the layer may have called itself
@@ -389,8 +393,9 @@ class CallTrace(Generic[L]):
         self._cursor = len(self.calls) - 1
 
     def upcoming(self, depth: int) -> list[L]:
-        """The layers that backward opens next, at most `depth` of them."""
-        return [self.calls[i].layer for i in range(self._cursor, max(self._cursor - depth, -1), -1)]
+        """The layers that backward gathers next, at most `depth` of them."""
+        calls, ahead = self.calls, range(self._cursor, -1, -1)
+        return list(islice((calls[i].layer for i in ahead if calls[i].gathers), depth))
 
     def reached_by(self, task: int, *, reduces: bool) -> None:
         """A backward has come to this trace."""

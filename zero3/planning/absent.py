@@ -71,6 +71,11 @@ class AbsentRanks:
         self._lanes: Lanes | None = None
         self._count = 0
 
+    @property
+    def averages(self) -> bool:
+        """As NCCL does."""
+        return self._lands_at_once and self.world_size.bit_count() == 1
+
     def count_as(self, *, making: Around, resting: Around) -> None:
         """`making`: around what is made for a transfer alone. `resting`: where chunks rest."""
         self.making, self._resting = making, resting
@@ -90,6 +95,8 @@ class AbsentRanks:
         moving = self._move(full.nbytes - shard.nbytes, shard)
         return _Adding(self, shard, [full], self.shards) if self.takes_pieces else moving
 
+    reduce_to_mean = reduce_scatter
+
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         self._move(shard.nbytes * (self.shards - 1), shard)
         return _Adding(self, shard, pieces[self.shard_rank], self.shards)
@@ -105,6 +112,8 @@ class AbsentRanks:
             return Done()
         with self.making():
             return _Adding(self, torch.empty_like(own), [shard], parts)
+
+    average_replicas = sum_replicas
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None

@@ -51,14 +51,19 @@ class KeepInReplica:
 
 
 class SumReplicas:
-    """Sums over the replicas, in a lane of its own."""
+    """Sums over the replicas, in a lane of its own. `averages`: see `ReduceScatter`."""
 
     lane = "replicas"
     has_room = False
+
+    def __init__(self, *, averages: bool = False) -> None:
+        self._averages = averages
 
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         return None
 
     def __call__(self, gradient: Travelling) -> Pending:
         communicator = cast(MeshCommunicator, gradient.communicator)
+        if self._averages:
+            return communicator.average_replicas(gradient.summed)
         return communicator.sum_replicas(gradient.summed)
