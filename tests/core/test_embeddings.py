@@ -124,14 +124,6 @@ def test_on_meshes_too(replicas: int) -> None:
 # -- who reads the weight has it
 
 
-def hooked(rank: int) -> nn.Module:
-    """The hook's product saves the weight, on rank 1 alone."""
-    model = Text()
-    if rank == 1:
-        model.embedding.register_forward_hook(lambda module, _, output: output * module.weight.mean())
-    return model
-
-
 def with_own_forward(rank: int) -> nn.Module:
     model = Text()
     model.embedding.forward = lambda ids: nn.functional.one_hot(ids, WORDS).double() @ model.embedding.weight  # type: ignore[method-assign]
@@ -154,10 +146,10 @@ def with_more(rank: int) -> nn.Module:
 @pytest.mark.parametrize(
     "make",
     [
-        hooked, with_own_forward, with_a_gradients_hook, with_more, lambda rank: Text(Scaled),
+        with_own_forward, with_a_gradients_hook, with_more, lambda rank: Text(Scaled),
         lambda rank: Text(lambda *shape: nn.Sequential(nn.Embedding(*shape))),
     ],
-    ids=["a hook on one rank", "a forward", "a gradient's hook", "another parameter", "a subclass", "around it"],
+    ids=["a forward", "a gradient's hook", "another parameter", "a subclass", "around it"],
 )  # fmt: skip
 def test_what_may_read_the_weight_is_gathered_for_backward(make: Any) -> None:
     def shard(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
@@ -165,6 +157,18 @@ def test_what_may_read_the_weight_is_gathered_for_backward(make: Any) -> None:
         return zero3.shard(model, lambda name, module: module in chosen, policy=policy, process_group=group)
 
     assert gathers(make, shard=shard) == [ALL] * 2
+
+
+def test_a_hook_on_one_rank_counts_on_all() -> None:
+    """Its product saves the weight."""
+
+    def make(rank: int) -> nn.Module:
+        model = Text()
+        if rank == 1:
+            model.embedding.register_forward_hook(lambda module, _, output: output * module.weight.mean())
+        return model
+
+    assert gathers(make) == [ALL] * 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -133,7 +133,7 @@ class SoloCommunicator:
     world_size = shards = 1
     channel = 0
     takes_pieces = False
-    tags_messages = averages = True
+    tags_messages = True
 
     def __init__(self, group: object = None) -> None:
         # for torch's own tools
@@ -147,8 +147,6 @@ class SoloCommunicator:
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         shard.copy_(full)
         return Done()
-
-    reduce_to_mean = reduce_scatter
 
     def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
         torch.cat(list(pieces[0]), out=shard)

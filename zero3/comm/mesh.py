@@ -53,7 +53,8 @@ class MeshCommunicator:
         self.world_size = self.shards * column.world_size
         self.takes_pieces = row.takes_pieces
         self.tags_messages = row.tags_messages and column.tags_messages
-        self.averages = averages(row) and averages(column)
+        # one shard's gradients are summed over replicas alone
+        self.averages = (row.world_size == 1 or averages(row)) and averages(column)
 
     @property
     def row(self) -> Communicator:
