@@ -244,14 +244,20 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     It goes level by level, and visits each object once, so that objects may refer to each other.
     """
+    if type(value) is Tensor:
+        return [value]
     found: list[Tensor] = []
     level, seen = [value], set[int]()
     for _ in range(_MAX_DEPTH + 1):
         following: list[Any] = []
         for item in level:
-            if item is None or id(item) in seen:
+            kind = type(item)
+            if kind in _PLAIN or id(item) in seen:
                 continue
-            if isinstance(item, Tensor):
+            if kind is tuple or kind is list or kind is dict:  # the usual ones, without a call
+                seen.add(id(item))
+                following += item.values() if kind is dict else item
+            elif isinstance(item, Tensor):
                 seen.add(id(item))
                 found.append(item)
             elif not isinstance(item, _LEAVES):
@@ -263,6 +269,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+_PLAIN = frozenset({type(None), str, int, float, bool})
 _PARTS = frozenset(
     {bool, int, float, str, dict, OrderedDict, set, type(None)}
 )  # types of a module's ordinary attributes
@@ -276,17 +283,16 @@ def attributes_of(holder: nn.Module, without: type[nn.Module]) -> list[Any]:
     modules = [holder]
     for module in modules:
         for value in module.__dict__.values():
-            if type(value) in _PARTS or isinstance(value, nn.Parameter):  # a hidden one
+            kind = type(value)
+            if kind in _PARTS or issubclass(kind, nn.Parameter):  # a hidden one
                 continue
-            if isinstance(value, torch.Tensor) or (
+            if isinstance(value, Tensor) or (
                 isinstance(value, (list, tuple)) and len(value) < 100
             ):
                 found.append(value)
-        modules += [
-            child
-            for child in module._modules.values()
-            if child is not None and not isinstance(child, without)
-        ]
+        for child in module._modules.values():
+            if child is not None and not isinstance(child, without):
+                modules.append(child)
     return found
 
 

@@ -224,8 +224,11 @@ class LayerState:
         if self.presence is not Presence.RELEASED:
             return
         # asked here, so that a fetch runs no function for it
-        if self.meta_buffers or any(chunk.unloaded for chunk in self.chunks):
+        if self.meta_buffers:
             self._check_loaded()
+        for chunk in self.chunks:
+            if chunk.unloaded:
+                self._check_loaded()
         self.presence = Presence.FETCHING
         for chunk in self.chunks:
             if self.pinning:
@@ -289,9 +292,8 @@ class LayerState:
             # [S2] older graphs hold old values: with a new version, torch's own check raises for
             # them
             if chunk.changed():
-                if (
-                    any(isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts)
-                    and inside_backward()
+                if inside_backward() and any(
+                    isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts
                 ):
                     raise stepped_already(self.label)
                 increment_version(
@@ -374,7 +376,8 @@ class LayerState:
         hidden wherever it is.
         """
         for tensor in tensors:
-            if not isinstance(tensor, nn.Parameter):
+            # `isinstance` would run a function of torch's for each
+            if not issubclass(type(tensor), nn.Parameter):
                 for chunk in self.chunks:
                     chunk.full.let_escape(tensor)
 
@@ -382,11 +385,9 @@ class LayerState:
         """Raises if a parameter was changed in place since it was shown, because a release would
         lose the change.
         """
-        for sharded, version in (
-            zip(self.parameters, self.versions, strict=True)
-            if self.presence is Presence.FETCHED
-            else ()
-        ):
+        if self.presence is not Presence.FETCHED:
+            return
+        for sharded, version in zip(self.parameters, self.versions, strict=True):
             if (
                 sharded.sites.parameter._version != version
                 and not self.pins
@@ -429,8 +430,9 @@ class LayerState:
         """Drops all that was under way. It waits for transfers first, because they write into the
         buffers.
         """
-        for account in (account for account in self.gradients.accounts.values() if account.pending):
-            account.abandon()
+        for account in self.gradients.accounts.values():
+            if account.pending:
+                account.abandon()
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()

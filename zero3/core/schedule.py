@@ -237,7 +237,10 @@ class CallStack(Generic[L]):
         self._awaited: dict[L, int] = {}
 
     def is_under_way(self, layer: L) -> bool:
-        return any(frame.layer is layer for frame in self.frames)
+        for frame in self.frames:
+            if frame.layer is layer:
+                return True
+        return False
 
     def count_call(self, layer: L, modules: int) -> None:
         """One of the layer's modules was called. The first call is the first of `modules`."""
@@ -356,7 +359,10 @@ class CallTrace(Generic[L]):
         return layer in self._first
 
     def is_open(self, layer: L) -> bool:
-        return any(call.layer == layer or layer in call.layers for call in self._open)
+        for call in self._open:
+            if call.layer == layer or layer in call.layers:
+                return True
+        return False
 
     def advance(self, call: Call[L]) -> Iterator[Step[L]]:
         """The steps until `call` is open."""
@@ -402,9 +408,9 @@ class CallTrace(Generic[L]):
         return Step(call, opens=True)
 
     def _close_those_after(self, end: int) -> Iterator[Step[L]]:
-        over = sorted(
-            (call for call in self._open if call.start > end), key=lambda call: -call.start
-        )
+        over = [call for call in self._open if call.start > end]
+        if len(over) > 1:
+            over.sort(key=lambda call: -call.start)
         for call in over:
             self._open.remove(call)
             call.phase = CallPhase.CLOSED
