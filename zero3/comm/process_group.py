@@ -96,10 +96,10 @@ class GroupCommunicator:
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if bounds is None:
+            if full.dtype not in _KNOWN:
+                full, shard = moved(full), moved(shard)
             return (
-                self._all_gather(
-                    moved(full), moved(shard), group=self._group, async_op=not self._on_streams
-                )
+                self._all_gather(full, shard, group=self._group, async_op=not self._on_streams)
                 or Done()
             )
         slices = [moved(each) for each in cut(full, bounds)]

@@ -80,6 +80,9 @@ restore_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 
+# Gives tensors new versions, so that graphs which saved them are no longer valid.
+renew_versions: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
+
 # How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None.
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
@@ -139,7 +142,8 @@ class EndOfBackward:
 
     @property
     def awaited(self) -> bool:
-        return self._callback is not None and self._callback() is not None and inside_backward()
+        callback = self._callback
+        return callback is not None and callback() is not None and backward_task() != -1
 
     @property
     def missed(self) -> bool:
@@ -284,11 +288,12 @@ def attributes_of(holder: nn.Module, without: type[nn.Module]) -> list[Any]:
     for module in modules:
         for value in module.__dict__.values():
             kind = type(value)
-            if kind in _PARTS or issubclass(kind, nn.Parameter):  # a hidden one
+            if kind in _PARTS:
                 continue
-            if isinstance(value, Tensor) or (
-                isinstance(value, (list, tuple)) and len(value) < 100
-            ):
+            if issubclass(kind, (list, tuple)):
+                if len(value) < 100:
+                    found.append(value)
+            elif issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter):  # a hidden one
                 found.append(value)
         for child in module._modules.values():
             if child is not None and not isinstance(child, without):

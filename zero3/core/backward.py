@@ -164,7 +164,8 @@ class Backward:
         """Releases `state`, unless one of its calls is under way. Keeps it for its other modules'
         calls. What stays from step to step does so (stages 1, 2, `resident_bytes`).
         """
-        if state.presence is Presence.RELEASED or self._stack.is_under_way(state):
+        stack = self._stack
+        if state.presence is Presence.RELEASED or (stack.frames and stack.is_under_way(state)):
             return
         for trace in self._touched:
             if trace.is_open(state):

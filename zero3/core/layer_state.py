@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account
-from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
+from .autograd import (
+    as_plain_tensors,
+    can_show,
+    inside_backward,
+    profiler_label,
+    renew_versions,
+)
 from .chunk import Chunk, registered
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .flat import not_a_number
@@ -241,8 +246,9 @@ class LayerState:
     def gather(self) -> None:
         """Starts the gathers. There is room for them."""
         self.log.entries.append(self._entry)
+        lane = self.lanes.fetch
         for chunk in self.chunks:
-            chunk.start_fetch(self.lanes.fetch, self._gathering)
+            chunk.start_fetch(lane, self._gathering)
 
     def start_chunk(self, chunk: Chunk) -> None:
         chunk.start_fetch(self.lanes.fetch, self._gathering)
@@ -296,7 +302,7 @@ class LayerState:
                     isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts
                 ):
                     raise stepped_already(self.label)
-                increment_version(
+                renew_versions(
                     [
                         sharded.sites.parameter
                         for sharded in self.parameters
@@ -402,17 +408,17 @@ class LayerState:
                 )
 
     def _hide(self) -> None:
-        self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
+        self.versions = versions = list[int]()
         for sharded in self.parameters:
-            full = sharded.chunk.full
-            shown = full.views[sharded.index] if full.shows_released else sharded.stand_in
-            sharded.sites.hide(shown)
+            sites, full = sharded.sites, sharded.chunk.full
+            versions.append(sites.parameter._version)
+            sites.hide(full.views[sharded.index] if full.shows_released else sharded.stand_in)
 
     def _invalidate_saved(self) -> None:
         """Gives hidden parameters a new version, so that torch raises its own error if a backward
         would read one.
         """
-        increment_version(
+        renew_versions(
             [
                 sharded.sites.parameter
                 for sharded in self.parameters

@@ -194,12 +194,12 @@ class LearnedOrder(Generic[L]):
         """
         if not self.calls.advance(layer):
             self._compare(layer, self.calls.position)
-        upcoming = self.calls.upcoming(self._depth)
-        return [
-            each
-            for each in upcoming[: upcoming.index(None) if None in upcoming else None]
-            if each is not None
-        ]
+        ahead = list[L]()
+        for each in self.calls.upcoming(self._depth):
+            if each is None:
+                break
+            ahead.append(each)
+        return ahead
 
     def recompute(self, layer: L) -> list[L]:
         """Called in place of `enter` inside a backward, which knows its order itself."""
@@ -237,10 +237,7 @@ class CallStack(Generic[L]):
         self._awaited: dict[L, int] = {}
 
     def is_under_way(self, layer: L) -> bool:
-        for frame in self.frames:
-            if frame.layer is layer:
-                return True
-        return False
+        return any(frame.layer is layer for frame in self.frames)
 
     def count_call(self, layer: L, modules: int) -> None:
         """One of the layer's modules was called. The first call is the first of `modules`."""
@@ -359,7 +356,7 @@ class CallTrace(Generic[L]):
         return layer in self._first
 
     def is_open(self, layer: L) -> bool:
-        for call in self._open:
+        for call in self._open:  # noqa: SIM110 (a generator costs more, and each release asks)
             if call.layer == layer or layer in call.layers:
                 return True
         return False
@@ -396,7 +393,8 @@ class CallTrace(Generic[L]):
 
     def upcoming(self, depth: int) -> list[L]:
         """The layers that backward opens next, at most `depth` of them."""
-        return [self.calls[i].layer for i in range(self._cursor, max(self._cursor - depth, -1), -1)]
+        first, end = max(self._cursor + 1 - depth, 0), self._cursor + 1
+        return [call.layer for call in reversed(self.calls[first:end])] if first < end else []
 
     def reached_by(self, task: int, *, reduces: bool) -> None:
         """A backward has come to this trace."""
