@@ -154,9 +154,11 @@ class GradientBuffer:
             if not (plain and alike) or gradient.numel() > SMALL:
                 return []
             numbers, lengths = layout.cells[index]
-            cut = len(numbers) != 1
-            values = gradient.view(-1).split_with_sizes(lengths) if cut else [gradient.view(-1)]
-            for number, piece in zip(numbers, values, strict=True):
+            flat = gradient if gradient.dim() == 1 else gradient.view(-1)
+            if len(numbers) == 1:
+                pieces[numbers[0]] = flat
+                continue
+            for number, piece in zip(numbers, flat.split_with_sizes(lengths), strict=True):
                 pieces[number] = piece
         for number, length in zip(*layout.cells[-2], strict=True):  # padding
             pieces[number] = self._zeros(length)
