@@ -110,7 +110,7 @@ class GroupCommunicator:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         # NCCL knows real numbers alone; in its other collectives torch sees to that
-        if full.is_complex():
+        if full.dtype.is_complex:
             twice = tuple(2 * bound for bound in bounds) if bounds is not None else None
             return self.reduce_scatter(
                 torch.view_as_real(shard).flatten(), torch.view_as_real(full).flatten(), twice
