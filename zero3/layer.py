@@ -408,7 +408,7 @@ def run_sharded(
             output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
         return runtime.post_forward(
-            state, output, kept=(args, kwargs, attributes_of(holder, Zero3Layer))
+            state, output, kept=[*args, *kwargs.values(), *attributes_of(holder, Zero3Layer)]
         )
 
 

@@ -363,10 +363,10 @@ def test_a_header_is_not_changed_by_events(tmp_path: Path) -> None:
     ring = Ring(tmp_path, 5, 0, 2)
     for _ in range(3073):
         ring.put(ring.code("comparing"), 1)
-    ring.over(7)
+    ring.put(ring.code("computing", "0", 1), 0, 0, 7)
     (path,) = tmp_path.iterdir()
     found = rings.read(path)
-    assert (found.completed, found.events[0].number, found.events[-1].number) == (7, 2, 3073)
+    assert (found.completed, found.events[0].number, found.events[-1].number) == (7, 3, 3073)
     assert struct.unpack_from("<Q", path.read_bytes(), 32)[0] == 0
     del ring
     assert rings.read(path).closed

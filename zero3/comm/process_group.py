@@ -98,10 +98,10 @@ class GroupCommunicator:
 
     def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
         if bounds is None:
+            if full.dtype not in _KNOWN:
+                full, shard = moved(full), moved(shard)
             return (
-                self._all_gather(
-                    moved(full), moved(shard), group=self._group, async_op=not self._on_streams
-                )
+                self._all_gather(full, shard, group=self._group, async_op=not self._on_streams)
                 or Done()
             )
         slices = [moved(each) for each in cut(full, bounds)]
@@ -112,7 +112,7 @@ class GroupCommunicator:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
         # NCCL knows real numbers alone; in its other collectives torch sees to that
-        if full.is_complex():
+        if full.dtype.is_complex:
             twice = tuple(2 * bound for bound in bounds) if bounds is not None else None
             return self.reduce_scatter(
                 torch.view_as_real(shard).flatten(), torch.view_as_real(full).flatten(), twice

@@ -97,7 +97,7 @@ class Ring:
         self._map[: len(_MAGIC)] = _MAGIC
         self._words = memoryview(self._map).cast("Q")
         self._codes: dict[tuple[str, str | None, int], int] = {}
-        self._end, self._place, self._held = _NAMES, _FIRST, 0
+        self._end, self._place, self._held, self._over = _NAMES, _FIRST, 0, 0
         self.transfers, self.direction = 0, OUTSIDE
         weakref.finalize(self, _close, self._words, self._pid)  # at the process' end, too
 
@@ -124,9 +124,9 @@ class Ring:
     def turn(self, direction: int) -> None:
         self.direction = direction
 
-    def put(self, code: int, forward: int, moves: int = 1) -> int:
-        """Something begins; a mark `moves` 0. Returns the number of transfers so far. It is done
-        for each transfer, so that it has to be short.
+    def put(self, code: int, forward: int, moves: int = 1, over: int = 0) -> int:
+        """Something begins; a mark `moves` 0. So many transfers are known to be `over`. Returns the
+        number of transfers so far. It is done for each transfer, so that it has to be short.
         """
         words, place = self._words, self._place
         self.transfers = number = self.transfers + moves
@@ -135,12 +135,9 @@ class Ring:
         words[place + 2] = forward
         self._place = place + _WIDTH if place < _LAST else _FIRST
         words[_HELD] = self._held = self._held + 1
+        if over > self._over:
+            words[_OVER] = self._over = over
         return number
-
-    def over(self, number: int) -> None:
-        """So many transfers are known to be over."""
-        if number > self._words[_OVER]:
-            self._words[_OVER] = number
 
 
 def _close(words: memoryview, pid: int) -> None:

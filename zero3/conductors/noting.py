@@ -51,9 +51,7 @@ class Noting:
         elif isinstance(what, Fetch):
             ring.put(self._waits, log.passes, 0)
             found = self.inner.conduct(what, absent=absent)
-            ring.put(self._computes, log.passes, 0)
-            if self._host_waits:
-                ring.over(self._gathered)
+            ring.put(self._computes, log.passes, 0, self._gathered if self._host_waits else 0)
             return found
         elif isinstance(what, Round | Use) and not ring.is_ours:
             log.keep_in(None)

@@ -80,6 +80,9 @@ restore_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 
+# Gives tensors new versions, so that graphs which saved them are no longer valid.
+renew_versions: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
+
 # How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None.
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
@@ -140,7 +143,8 @@ class EndOfBackward:
 
     @property
     def awaited(self) -> bool:
-        return self._callback is not None and self._callback() is not None and inside_backward()
+        callback = self._callback
+        return callback is not None and callback() is not None and backward_task() != -1
 
     @property
     def missed(self) -> bool:
@@ -245,14 +249,20 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     It goes level by level, and visits each object once, so that objects may refer to each other.
     """
+    if type(value) is Tensor:
+        return [value]
     found: list[Tensor] = []
     level, seen = [value], set[int]()
     for _ in range(_MAX_DEPTH + 1):
         following: list[Any] = []
         for item in level:
-            if item is None or id(item) in seen:
+            kind = type(item)
+            if kind in _PLAIN or id(item) in seen:
                 continue
-            if isinstance(item, Tensor):
+            if kind is tuple or kind is list or kind is dict:  # the usual ones, without a call
+                seen.add(id(item))
+                following += item.values() if kind is dict else item
+            elif isinstance(item, Tensor):
                 seen.add(id(item))
                 found.append(item)
             elif not isinstance(item, _LEAVES):
@@ -264,6 +274,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+_PLAIN = frozenset({type(None), str, int, float, bool})
 _PARTS = frozenset(
     {bool, int, float, str, dict, OrderedDict, set, type(None)}
 )  # types of a module's ordinary attributes
@@ -277,17 +288,17 @@ def attributes_of(holder: nn.Module, without: type[nn.Module]) -> list[Any]:
     modules = [holder]
     for module in modules:
         for value in module.__dict__.values():
-            if type(value) in _PARTS or isinstance(value, nn.Parameter):  # a hidden one
+            kind = type(value)
+            if kind in _PARTS:
                 continue
-            if isinstance(value, torch.Tensor) or (
-                isinstance(value, (list, tuple)) and len(value) < 100
-            ):
+            if issubclass(kind, (list, tuple)):
+                if len(value) < 100:
+                    found.append(value)
+            elif issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter):  # a hidden one
                 found.append(value)
-        modules += [
-            child
-            for child in module._modules.values()
-            if child is not None and not isinstance(child, without)
-        ]
+        for child in module._modules.values():
+            if child is not None and not isinstance(child, without):
+                modules.append(child)
     return found
 
 

@@ -189,10 +189,12 @@ class Backward:
         """Releases `state`, unless one of its calls is under way. Keeps it for its other modules'
         calls. What stays from step to step does so (stages 1, 2, `resident_bytes`).
         """
-        if state.presence is Presence.RELEASED or self._stack.is_under_way(state):
+        stack = self._stack
+        if state.presence is Presence.RELEASED or (stack.frames and stack.is_under_way(state)):
             return
-        if any(trace.is_open(state) for trace in self._touched):
-            return
+        for trace in self._touched:
+            if trace.is_open(state):
+                return
         awaited = state.modules > 1 and self._stack.awaits_calls(state)
         if awaited and state.presence is not Presence.FETCHING:
             state.keep()
@@ -228,8 +230,9 @@ class Backward:
     def _finish_nested(self) -> None:
         """Ends the walks of backwards inside this one that are over (reentrant checkpointing)."""
         task = backward_task()
-        for nested in [trace for trace in self._touched if trace.task > task]:
-            self._finish(nested)
+        for trace in (*self._touched,):
+            if trace.task > task:
+                self._finish(trace)
 
     def reset(self, *, broken: bool = False) -> None:
         """Releases all layers. If the last backward raised, all gradients are dropped; in a
@@ -326,10 +329,11 @@ class Backward:
             )
         self.begin()
         self._finish_nested()
-        for newer in [each for each in self._touched if each.serial > trace.serial]:
-            self._finish(newer)
-        if trace not in self._touched:
-            self._touch(trace)
+        if self._touched != [trace]:
+            for newer in [each for each in self._touched if each.serial > trace.serial]:
+                self._finish(newer)
+            if trace not in self._touched:
+                self._touch(trace)
         for step in trace.advance(call):
             self._take(step, trace)
 

@@ -210,6 +210,8 @@ class Part(NamedTuple):
 
     def of(self, flat: Tensor) -> Tensor:
         """The part's elements of `flat` `[S]`, in the part's shape."""
+        if flat.shape == self.parameter.shape:  # all of them
+            return flat
         return flat[self.start : self.stop].view(self.parameter.shape)
 
 

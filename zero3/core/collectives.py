@@ -125,7 +125,7 @@ class Use:
     take_part = perform
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen, each field would cost a call
 class Fetch:
     """A mark: the layer's gather is waited for, and started before if it is not under way. When it
     has been performed the layer computes. Not `gathers`: it computes without its parameters.
@@ -143,7 +143,7 @@ class Fetch:
     take_part = perform
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen, each field would cost a call
 class Gather:
     """A layer's chunks are gathered. There is room for them already."""
 
@@ -160,7 +160,7 @@ class Gather:
         self.layer.take_part_in_gather()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen, each field would cost a call
 class Reduce:
     """A layer's gradients are reduced. `in_replica`: in each replica alone, and the sums are kept
     for a later backward.

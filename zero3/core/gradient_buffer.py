@@ -140,6 +140,30 @@ class GradientBuffer:
         self.written.update(together)  # only now: if the copy raises, the gradients stay
         self.came.clear()
 
+    def _in_place(self) -> list[Tensor]:
+        """All that the buffer holds, in order, if a gradient came for each slot, as it is sent.
+        Then the buffer is one copy. `[]`: it is made in another way.
+        """
+        layout, ones, dtype, device = self.layout, self._ones, self._dtype, self._device
+        pieces = [ones] * len(layout.sizes)
+        if len(pieces) > FEW or dtype != ones.dtype:
+            return []
+        for index, gradient in self.came.items():
+            plain = gradient.layout == torch.strided and gradient.is_contiguous()
+            alike = gradient.dtype == dtype and gradient.device == device
+            if not (plain and alike) or gradient.numel() > SMALL:
+                return []
+            numbers, lengths = layout.cells[index]
+            flat = gradient if gradient.dim() == 1 else gradient.view(-1)
+            if len(numbers) == 1:
+                pieces[numbers[0]] = flat
+                continue
+            for number, piece in zip(numbers, flat.split_with_sizes(lengths), strict=True):
+                pieces[number] = piece
+        for number, length in zip(*layout.cells[-2], strict=True):  # padding
+            pieces[number] = self._zeros(length)
+        return pieces
+
     def _to_add_to(self) -> Tensor:
         full = self.flat()
         if full.dtype != self._dtype:
@@ -192,6 +216,11 @@ class GradientBuffer:
         """The buffer `[W*(S+n)]`, with zeros for slots without a gradient. From now on the buffer
         is the caller's.
         """
+        if self.full is None and not self.missing and (pieces := self._in_place()):
+            self.full = torch.cat(pieces)  # only now: if it raises, the gradients stay
+            self.written.update(self.came)
+            self.came.clear()
+            return self.full
         full, spots = self.flat(told=True), self.layout.spots
         if self.missing or spots[-1]:  # padding
             for index in range(len(spots)):

@@ -134,7 +134,10 @@ class LayerGradients:
         """What a backward does with the gradients. All ranks have to do the same, so they compare
         this text.
         """
-        if not any(chunk.shard.requires_grad for chunk in self.accounts):
+        for chunk in self.accounts:
+            if chunk.shard.requires_grad:
+                break
+        else:
             return "frozen"
         if self.deferred:
             return "gradients kept (as under no_sync)"

@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account
-from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label
+from .autograd import (
+    as_plain_tensors,
+    can_show,
+    inside_backward,
+    profiler_label,
+    renew_versions,
+)
 from .chunk import Chunk, registered
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .flat import not_a_number
@@ -227,8 +232,11 @@ class LayerState:
         if self.presence is not Presence.RELEASED:
             return
         # asked here, so that a fetch runs no function for it
-        if self.meta_buffers or any(chunk.unloaded for chunk in self.chunks):
+        if self.meta_buffers:
             self._check_loaded()
+        for chunk in self.chunks:
+            if chunk.unloaded:
+                self._check_loaded()
         self.presence = Presence.FETCHING
         for chunk in self.chunks:
             if self.pinning:
@@ -241,8 +249,9 @@ class LayerState:
     def gather(self) -> None:
         """Starts the gathers. There is room for them."""
         self.log.entries.append(self._entry)
+        lane = self.lanes.fetch
         for chunk in self.chunks:
-            chunk.start_fetch(self.lanes.fetch, self._gathering)
+            chunk.start_fetch(lane, self._gathering)
 
     def start_chunk(self, chunk: Chunk) -> None:
         chunk.start_fetch(self.lanes.fetch, self._gathering)
@@ -292,12 +301,11 @@ class LayerState:
             # [S2] older graphs hold old values: with a new version, torch's own check raises for
             # them
             if chunk.changed():
-                if (
-                    any(isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts)
-                    and inside_backward()
+                if inside_backward() and any(
+                    isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts
                 ):
                     raise stepped_already(self.label)
-                increment_version(
+                renew_versions(
                     [
                         sharded.sites.parameter
                         for sharded in self.parameters
@@ -377,7 +385,8 @@ class LayerState:
         hidden wherever it is.
         """
         for tensor in tensors:
-            if not isinstance(tensor, nn.Parameter):
+            # `isinstance` would run a function of torch's for each
+            if not issubclass(type(tensor), nn.Parameter):
                 for chunk in self.chunks:
                     chunk.full.let_escape(tensor)
 
@@ -385,11 +394,9 @@ class LayerState:
         """Raises if a parameter was changed in place since it was shown, because a release would
         lose the change.
         """
-        for sharded, version in (
-            zip(self.parameters, self.versions, strict=True)
-            if self.presence is Presence.FETCHED
-            else ()
-        ):
+        if self.presence is not Presence.FETCHED:
+            return
+        for sharded, version in zip(self.parameters, self.versions, strict=True):
             if (
                 sharded.sites.parameter._version != version
                 and not self.pins
@@ -404,17 +411,17 @@ class LayerState:
                 )
 
     def _hide(self) -> None:
-        self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
+        self.versions = versions = list[int]()
         for sharded in self.parameters:
-            full = sharded.chunk.full
-            shown = full.views[sharded.index] if full.shows_released else sharded.stand_in
-            sharded.sites.hide(shown)
+            sites, full = sharded.sites, sharded.chunk.full
+            versions.append(sites.parameter._version)
+            sites.hide(full.views[sharded.index] if full.shows_released else sharded.stand_in)
 
     def _invalidate_saved(self) -> None:
         """Gives hidden parameters a new version, so that torch raises its own error if a backward
         would read one.
         """
-        increment_version(
+        renew_versions(
             [
                 sharded.sites.parameter
                 for sharded in self.parameters
@@ -432,8 +439,9 @@ class LayerState:
         """Drops all that was under way. It waits for transfers first, because they write into the
         buffers.
         """
-        for account in (account for account in self.gradients.accounts.values() if account.pending):
-            account.abandon()
+        for account in self.gradients.accounts.values():
+            if account.pending:
+                account.abandon()
         if self.presence is Presence.FETCHING:
             for chunk in self.chunks:
                 chunk.abandon_fetch()

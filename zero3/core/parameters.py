@@ -49,9 +49,10 @@ def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> No
     """
     saved, saved_at = [], []
     for each, version in zip(sharded, versions, strict=True):
-        each.sites.show(each.chunk.full.views[each.index])
-        if each.chunk.tracks_versions:
-            saved.append(each.sites.parameter)
+        sites, chunk = each.sites, each.chunk
+        sites.show(chunk.full.views[each.index])
+        if chunk.tracks_versions:
+            saved.append(sites.parameter)
             saved_at.append(version)
     restore_versions(tuple(saved), tuple(saved_at))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from math import inf
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -195,12 +194,12 @@ class LearnedOrder(Generic[L]):
         """
         if not self.calls.advance(layer):
             self._compare(layer, self.calls.position)
-        upcoming = self.calls.upcoming(self._depth)
-        return [
-            each
-            for each in upcoming[: upcoming.index(None) if None in upcoming else None]
-            if each is not None
-        ]
+        ahead = list[L]()
+        for each in self.calls.upcoming(self._depth):
+            if each is None:
+                break
+            ahead.append(each)
+        return ahead
 
     def recompute(self, layer: L) -> list[L]:
         """Called in place of `enter` inside a backward, which knows its order itself."""
@@ -360,7 +359,10 @@ class CallTrace(Generic[L]):
         return layer in self._first
 
     def is_open(self, layer: L) -> bool:
-        return any(call.layer == layer or layer in call.layers for call in self._open)
+        for call in self._open:  # noqa: SIM110 (a generator costs more, and each release asks)
+            if call.layer == layer or layer in call.layers:
+                return True
+        return False
 
     def advance(self, call: Call[L]) -> Iterator[Step[L]]:
         """The steps until `call` is open."""
@@ -394,8 +396,12 @@ class CallTrace(Generic[L]):
 
     def upcoming(self, depth: int) -> list[L]:
         """The layers that backward gathers next, at most `depth` of them."""
-        calls, ahead = self.calls, range(self._cursor, -1, -1)
-        return list(islice((calls[i].layer for i in ahead if calls[i].gathers), depth))
+        ahead, at = list[L](), self._cursor
+        while at >= 0 and len(ahead) < depth:
+            if self.calls[at].gathers:
+                ahead.append(self.calls[at].layer)
+            at -= 1
+        return ahead
 
     def reached_by(self, task: int, *, reduces: bool) -> None:
         """A backward has come to this trace."""
@@ -407,9 +413,9 @@ class CallTrace(Generic[L]):
         return Step(call, opens=True)
 
     def _close_those_after(self, end: int) -> Iterator[Step[L]]:
-        over = sorted(
-            (call for call in self._open if call.start > end), key=lambda call: -call.start
-        )
+        over = [call for call in self._open if call.start > end]
+        if len(over) > 1:
+            over.sort(key=lambda call: -call.start)
         for call in over:
             self._open.remove(call)
             call.phase = CallPhase.CLOSED
