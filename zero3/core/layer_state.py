@@ -408,11 +408,12 @@ class LayerState:
                 )
 
     def _hide(self) -> None:
-        self.versions = versions = list[int]()
+        versions = list[int]()
         for sharded in self.parameters:
             sites, full = sharded.sites, sharded.chunk.full
             versions.append(sites.parameter._version)
             sites.hide(full.views[sharded.index] if full.shows_released else sharded.stand_in)
+        self.versions = versions
 
     def _invalidate_saved(self) -> None:
         """Gives hidden parameters a new version, so that torch raises its own error if a backward
