@@ -16,13 +16,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account
-from .autograd import (
-    as_plain_tensors,
-    can_show,
-    inside_backward,
-    profiler_label,
-    renew_versions,
-)
+from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label, renew_versions
 from .chunk import Chunk, registered
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .flat import not_a_number
