@@ -155,10 +155,8 @@ class GradientBuffer:
                 return []
             numbers, lengths = layout.cells[index]
             flat = gradient if gradient.dim() == 1 else gradient.view(-1)
-            if len(numbers) == 1:
-                pieces[numbers[0]] = flat
-                continue
-            for number, piece in zip(numbers, flat.split_with_sizes(lengths), strict=True):
+            values = [flat] if len(numbers) == 1 else flat.split_with_sizes(lengths)
+            for number, piece in zip(numbers, values, strict=True):
                 pieces[number] = piece
         for number, length in zip(*layout.cells[-2], strict=True):  # padding
             pieces[number] = self._zeros(length)

@@ -134,10 +134,7 @@ class LayerGradients:
         """What a backward does with the gradients. All ranks have to do the same, so they compare
         this text.
         """
-        for chunk in self.accounts:
-            if chunk.shard.requires_grad:
-                break
-        else:
+        if not any(chunk.shard.requires_grad for chunk in self.accounts):
             return "frozen"
         if self.deferred:
             return "gradients kept (as under no_sync)"

@@ -16,13 +16,7 @@ from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account
-from .autograd import (
-    as_plain_tensors,
-    can_show,
-    inside_backward,
-    profiler_label,
-    renew_versions,
-)
+from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label, renew_versions
 from .chunk import Chunk, registered
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .flat import not_a_number
@@ -411,11 +405,12 @@ class LayerState:
                 )
 
     def _hide(self) -> None:
-        self.versions = versions = list[int]()
+        versions = list[int]()
         for sharded in self.parameters:
             sites, full = sharded.sites, sharded.chunk.full
             versions.append(sites.parameter._version)
             sites.hide(full.views[sharded.index] if full.shows_released else sharded.stand_in)
+        self.versions = versions
 
     def _invalidate_saved(self) -> None:
         """Gives hidden parameters a new version, so that torch raises its own error if a backward
