@@ -39,8 +39,8 @@ FAULTS = [
     Fault(
         "the optimizer steps without waiting for reductions",
         "core/backward.py",
-        "                self._back_up(state)\n        self.reductions.settle(self.layers[0])\n",
-        "                self._back_up(state)\n        self.reductions._first.clear()\n",
+        "                self._back_up(state)\n        self.reductions.settle(self._stack.layers[0])\n",
+        "                self._back_up(state)\n        self.reductions.under_way.clear()\n",
     ),
     Fault(
         "a reduction's buffers are given back at once",
@@ -99,7 +99,7 @@ FAULTS = [
         "an earlier reduction is dropped, not waited for",
         "core/backward.py",
         "            self._wait_for_one()\n        with state.backup_span",
-        "            self._first.popleft()\n        with state.backup_span",
+        "            self.under_way.popleft()\n        with state.backup_span",
     ),
     Fault(
         "compute waits on the current device, not on the model's",
@@ -126,14 +126,14 @@ FAULTS = [
         "a reset does not wait for reductions",
         "core/backward.py",
         "                self.reductions.drain()\n            except",
-        "                self.reductions._first.clear()\n            except",
+        "                self.reductions.under_way.clear()\n            except",
         "an_exception_and_on",
     ),
     Fault(
         "kept gradients are reduced without a wait at the end",
         "core/backward.py",
-        "                self._back_up(state, whole=True)\n        self.reductions.settle(self.layers[0])\n",
-        "                self._back_up(state, whole=True)\n        self.reductions._first.clear()\n",
+        "                self._back_up(state, whole=True)\n        self.reductions.settle(self._stack.layers[0])\n",
+        "                self._back_up(state, whole=True)\n        self.reductions.under_way.clear()\n",
         "stage_1",
     ),
     Fault(
@@ -146,8 +146,8 @@ FAULTS = [
     Fault(
         "the optimizer steps without waiting for sums over replicas",
         "core/backward.py",
-        "            oldest = self._later.popleft()\n            if oldest.advance():\n",
-        "            oldest = self._later.popleft()\n            if False:\n",
+        "            oldest = self.later.popleft()\n            if oldest.advance():\n",
+        "            oldest = self.later.popleft()\n            if False:\n",
         "mesh",
     ),
     Fault(

@@ -43,7 +43,7 @@ DRAWN_FROM = [
 ]  # fmt: skip
 _SETTINGS = [("demand", "strict", 0), ("lanes", "strict", 0), ("random", "exact", 1), ("compute", "exact", 1), ("random", "strict", 0)]
 _ORDER = re.compile(
-    r"wait|issue|complete|record|allocate|free|_ticket|leg|popleft|_first|_later|lane|stream|held|full\b|drain|release|fetch"
+    r"wait|issue|complete|record|allocate|free|_ticket|leg|popleft|under_way|later|lane|stream|held|full\b|drain|release|fetch"
 )
 TRIED = [
     "prefetch_depth_1", "shard", "another_path", "an_exception_and_on", "no_sync", "checkpoint_not_reentrant", "stage_1", "transactional",

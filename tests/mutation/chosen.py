@@ -70,7 +70,7 @@ FAULTS = [
     Fault(
         "no wait for reductions at the end",
         "core/backward.py",
-        "                self._back_up(state)\n        self.reductions.settle(self.layers[0])\n",
+        "                self._back_up(state)\n        self.reductions.settle(self._stack.layers[0])\n",
         "                self._back_up(state)\n",
         "core/no_sync",
     ),

@@ -45,37 +45,33 @@ class Reductions:
     def __init__(self, communicator: Communicator, depth: int) -> None:
         """`depth`: how many are under way at most, but for one."""
         self._communicator, self._most = communicator, max(1, depth)
-        self._first: deque[Ticket] = deque()
+        self.under_way: deque[Ticket] = deque()
         # those whose first leg is over: sums over replicas, copies to the host
-        self._later: deque[Ticket] = deque()
+        self.later: deque[Ticket] = deque()
         self.go_on = False  # see `going_on`
-
-    @property
-    def under_way(self) -> bool:
-        return bool(self._first or self._later)
 
     def start(self, state: LayerState, *, absent: bool = False) -> None:
         """Starts to reduce a layer's gradients. `absent`: this rank has none, and takes part in
         what others conduct.
         """
-        while len(self._first) >= self._most:
+        while len(self.under_way) >= self._most:
             self._wait_for_one()
         with state.backup_span:
             prepared = state.gradients.prepare(self._communicator)
             reduction = Reduce(state, not state.gradients.may_reduce, self, prepared)
             tickets = reduction.perform() if absent else state.conductor.conduct(reduction)
-            self._first.extend(tickets)
+            self.under_way.extend(tickets)
 
     def _wait_for_one(self) -> None:
-        oldest = self._first.popleft()
+        oldest = self.under_way.popleft()
         if oldest.advance():
-            self._later.append(oldest)
+            self.later.append(oldest)
 
     def settle(self, first: LayerState) -> None:
         """Waits for all of them, together with other ranks. `first`: of the model's layers."""
-        while self._first:
+        while self.under_way:
             self._wait_for_one()
-        if self._later:
+        if self.later:
             first.conductor.conduct(Settle(first, self))
 
     @contextmanager
@@ -86,21 +82,21 @@ class Reductions:
         Those under way go on, because a wait for them may need the other ranks' waits, which come
         later. Layers that stay whole stay so, because the other ranks don't gather them again.
         """
-        under_way = self._first, self._later
-        self._first, self._later, self.go_on = deque(), deque(), True
+        under_way = self.under_way, self.later
+        self.under_way, self.later, self.go_on = deque(), deque(), True
         try:
             yield
         finally:
-            (self._first, self._later), self.go_on = under_way, False
+            (self.under_way, self.later), self.go_on = under_way, False
 
     def drain(self) -> None:
         """Waits for all of them."""
-        while self._first:
+        while self.under_way:
             self._wait_for_one()
-        while self._later:
-            oldest = self._later.popleft()
+        while self.later:
+            oldest = self.later.popleft()
             if oldest.advance():
-                self._later.append(oldest)
+                self.later.append(oldest)
 
 
 class Backward:
@@ -246,7 +242,7 @@ class Backward:
                 self._make_the_rest()
             except RuntimeError:  # a transfer has failed
                 broken = True
-        while self.reductions.under_way:
+        while self.reductions.under_way or self.reductions.later:
             try:
                 self.reductions.drain()
             except RuntimeError:  # after a failed transfer there is nothing more to wait for
@@ -409,7 +405,7 @@ class Backward:
             return
         self.reductions.start(state)
         if not self._depth:
-            self.reductions.settle(self.layers[0])
+            self.reductions.settle(self._stack.layers[0])
 
     def reduce_deferred(self) -> None:
         """Reduces all kept gradients, on every rank. At stage 1, the first read of a gradient calls
@@ -428,7 +424,7 @@ class Backward:
         for state in self._stack.layers:
             if state.gradients.owed():
                 self._back_up(state, whole=True)
-        self.reductions.settle(self.layers[0])
+        self.reductions.settle(self._stack.layers[0])
         for account in accounts_of(self._stack.layers):
             if account.unreached.maybe:
                 account.settle()
@@ -445,7 +441,7 @@ class Backward:
                 self.owes and self._reduces and state.gradients.due() and self._is_for(state)
             ):
                 self._back_up(state)
-        self.reductions.settle(self.layers[0])
+        self.reductions.settle(self._stack.layers[0])
 
     def _end(self) -> None:
         """[B6] Every layer's gradients are reduced, every layer is released, nothing is in
