@@ -15,6 +15,7 @@ from typing import Any
 from tests.device import simulated
 
 import torch  # isort: skip
+import torch._dynamo  # isort: skip  # models on meta import it; here, before processes fork, once for all of them
 from torch.distributed.tensor import DTensor  # isort: skip
 
 from benchmarks.race.machines import LINKS, MACHINES, with_link  # isort: skip
