@@ -96,7 +96,8 @@ def figures(step: Step) -> dict[str, Any]:
         "launches": step.launches, "collectives": dict(step.collectives), "moved": dict(step.moved), "waits": sorted(set(step.waits)),
         "host_waits": len(step.waits), "copies": [step.copies[0], step.copies.total() - step.copies[0]],
         "copied": [step.copied[0], step.copied.total() - step.copied[0]], "allocated": step.allocated, "active": step.active,
-        "reserved": step.reserved, "phases": step.phases, "top": [[*key, step.kernels[key], step.spent[key]] for key in top],
+        "requested": step.requested, "reserved": step.reserved, "phases": step.phases,
+        "top": [[*key, step.kernels[key], step.spent[key]] for key in top],
     }  # fmt: skip
 
 
