@@ -15,6 +15,7 @@ from typing import Any
 from tests.device import simulated
 
 import torch  # isort: skip
+import torch._dynamo  # isort: skip  # models on meta import it; here, before processes fork, once for all of them
 from torch.distributed.tensor import DTensor  # isort: skip
 
 from benchmarks.race.machines import LINKS, MACHINES, with_link  # isort: skip
@@ -95,7 +96,8 @@ def figures(step: Step) -> dict[str, Any]:
         "launches": step.launches, "collectives": dict(step.collectives), "moved": dict(step.moved), "waits": sorted(set(step.waits)),
         "host_waits": len(step.waits), "copies": [step.copies[0], step.copies.total() - step.copies[0]],
         "copied": [step.copied[0], step.copied.total() - step.copied[0]], "allocated": step.allocated, "active": step.active,
-        "reserved": step.reserved, "phases": step.phases, "top": [[*key, step.kernels[key], step.spent[key]] for key in top],
+        "requested": step.requested, "reserved": step.reserved, "phases": step.phases,
+        "top": [[*key, step.kernels[key], step.spent[key]] for key in top],
     }  # fmt: skip
 
 

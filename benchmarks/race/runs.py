@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import pickle
 import tempfile
@@ -92,4 +93,5 @@ def kept(name: str, run: Run, folder: Path) -> Any:
 
 
 def _called(name: str, run: Run) -> Any:
+    gc.freeze()  # what was imported stays: collections need not look at it
     return getattr(import_module(RECORD), name)(run)

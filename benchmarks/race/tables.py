@@ -96,7 +96,7 @@ COUNTED = {
     "host waits": lambda one: one["host_waits"],
     "step ms": lambda one: 1e3 * one["seconds"],
 }
-IN_MEMORY = {"allocated GiB": "allocated", "reserved GiB": "reserved"}
+IN_MEMORY = {"asked for GiB": "requested", "allocated GiB": "allocated", "reserved GiB": "reserved"}
 
 
 def behind(results: Results, cell: Run) -> dict[str, tuple[float, float]]:

@@ -24,6 +24,7 @@ STEP = 2 * MIB  # of segments that are made to measure
 class Block:
     size: int
     pool: tuple[int, bool]  # stream, whether small
+    asked: int = 0  # of its bytes
     before: Block | None = None
     after: Block | None = None
     free: bool = False
@@ -36,7 +37,8 @@ class CachingAllocator:
 
     def __init__(self, *, expandable: bool = False) -> None:
         self.allocated = self.reserved = self.active = 0  # bytes; active: allocated, or given back and still in use on another stream
-        self.peak_allocated = self.peak_reserved = self.peak_active = 0
+        self.requested = 0  # bytes that were asked for, of those that are allocated: what is left of a block may be too small to divide
+        self.peak_allocated = self.peak_reserved = self.peak_active = self.peak_requested = 0
         self.segments = 0  # that were asked of the driver
         self._expandable = expandable
         self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = {}
@@ -47,6 +49,7 @@ class CachingAllocator:
 
     def forget_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved, self.peak_active = self.allocated, self.reserved, self.active
+        self.peak_requested = self.requested
 
     def allocate(self, key: int, nbytes: float, stream: int, now: float) -> None:
         """Memory for a tensor, which `key` names from now on. `now`: the host's time."""
@@ -56,11 +59,13 @@ class CachingAllocator:
         pool = stream, size <= SMALL
         block = self._found(pool, size) or (self._grown(pool, size) if self._expandable else self._new(pool, size))
         self._split(block, size)
-        self._live[key] = block
+        self._live[key], block.asked = block, int(nbytes)
         self.allocated += block.size
         self.active += block.size
+        self.requested += block.asked
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         self.peak_active = max(self.peak_active, self.active)
+        self.peak_requested = max(self.peak_requested, self.requested)
 
     def use(self, key: int, stream: int) -> None:
         """`record_stream`."""
@@ -73,6 +78,7 @@ class CachingAllocator:
         if block is None:  # it was made before the log began
             return
         self.allocated -= block.size
+        self.requested -= block.asked
         if block.used_on:
             self._leaving.append((max(map(done, block.used_on)), block))
             block.used_on = set()

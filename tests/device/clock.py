@@ -75,6 +75,7 @@ class Step:
     waits: list[str] = field(default_factory=list)  # what the host waited for
     phases: dict[str, float] = field(default_factory=dict)  # until when each mark's part lasted, from the step's begin
     allocated: int = 0  # at most
+    requested: int = 0
     active: int = 0
     reserved: int = 0
     segments: int = 0
@@ -175,6 +176,7 @@ class Clocks:
         self._stands_still(now)
         done.seconds, done.host = now - self._began, self.host - self._host_began
         done.allocated, done.active, done.reserved = memory.peak_allocated, memory.peak_active, memory.peak_reserved
+        done.requested = memory.peak_requested
         done.segments = memory.segments
         done.spans = [span._replace(begin=span.begin - self._began, end=span.end - self._began) for span in done.spans]
         return done

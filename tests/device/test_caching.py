@@ -41,6 +41,13 @@ def test_segments(sizes: list[float], allocated: int, reserved: int) -> None:
     assert memory.allocated == allocated
 
 
+def test_what_is_not_split_off_is_allocated_and_was_not_requested() -> None:
+    memory = asked(11 * MIB + 1, 1)
+    assert (memory.allocated, memory.requested) == (12 * MIB + 512, 11 * MIB + 2)
+    memory.free(0, done)
+    assert (memory.allocated, memory.requested, memory.peak_requested) == (512, 1, 11 * MIB + 2)
+
+
 def test_a_rest_of_more_than_a_mebibyte_is_split_off() -> None:
     memory = asked(16 * MIB)
     memory.free(0, done)
@@ -117,10 +124,10 @@ def test_nothing_is_lost(actions: list[tuple[int, int, int]], expandable: bool) 
         else:
             memory.allocate(key, size, stream, 0.0)
             there.add(key)
-        assert memory.allocated <= memory.reserved
+        assert memory.requested <= memory.allocated <= memory.reserved
     for key in there:
         memory.free(key, done)
-    assert memory.allocated == memory.active == 0
+    assert memory.allocated == memory.active == memory.requested == 0
     free = [block for blocks in memory._free.values() for _, _, block in blocks]
     assert sum(block.size for block in free) == memory.reserved
     assert len(free) == (len(memory._last) if expandable else memory.segments)

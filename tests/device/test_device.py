@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -99,3 +100,30 @@ def test_every_collective_gives_what_it_should(asynchronous: bool) -> None:
             "all_to_all": [source for source in (1, 2, 3) for _ in range(sizes[rank])],
             "of two": [1] * 4 if rank == 1 else [0, 0, 2, 2],
         }
+
+
+def test_shapes_that_are_known_are_those_of_the_question() -> None:
+    """Each call is made twice, beside others that differ in one thing only. Plain torch says what comes of it."""
+    calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "wide": lambda x: x * 2,
+        "of whole numbers": lambda x: (10 * x).int() * 2,
+        "and a fraction": lambda x: (10 * x).int() * 2.5,
+        "half": lambda x: x.bfloat16() * 2,
+        "turned": lambda x: x.t() * 2,
+        "a number": lambda x: x + torch.tensor(3),
+        "a wide number": lambda x: x.bfloat16() + torch.tensor(3.0, dtype=torch.float64),
+        "sums of rows": lambda x: x.sum(0),
+        "of columns": lambda x: x.sum(1),
+        "that stay": lambda x: x.sum(1, keepdim=True),
+        "in fp64": lambda x: x.sum(1, dtype=torch.float64),
+        "one after another": lambda x: torch.cat([x, x]),
+        "side by side": lambda x: torch.cat([x, x], 1),
+        "an out that is too small": lambda x: torch.mul(x, 2, out=x.new_empty(0)),
+        "an out that fits": lambda x: torch.mul(x, 2, out=torch.empty_like(x)),
+    }
+    host = torch.arange(12.0).view(3, 4) / 8
+    for _ in range(2):
+        for name, call in calls.items():
+            found, expected = call(host.to("cuda")), call(host)
+            assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype), name
+            assert torch.equal(found.cpu(), expected), name

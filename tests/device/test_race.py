@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 
-MOST = {"launches": 528, "gathered": 52_313_072, "copies": 95, "copied": 222_854_728, "exposed": 151e-6, "allocated": 106_200_064}
+MOST = {
+    "launches": 528,
+    "gathered": 52_313_072,
+    "copies": 95,
+    "copied": 222_854_728,
+    "exposed": 151e-6,
+    "allocated": 106_200_064,
+    "collectives": 19,
+}
 # In what zero3 takes more than FSDP2, which is to be no more: goals that are not reached, and may only come nearer.
 # Gathers: ranks tell each other 16 bytes, what they moved. Of the others the README of the race says what is known.
-MISSED = {"gathers": 1, "gathered": 16 * 8, "allocated": 439_808, "exposed": 28.1e-6}
+MISSED = {"gathers": 1, "gathered": 16 * 8, "requested": 200, "allocated": 439_808, "exposed": 28.1e-6}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,8 @@ def test_zero3s_step_takes_no_longer_than_fsdp2s(steps: dict[str, Any], host: st
 def test_zero3_holds_no_more_than_fsdp2_at_the_same_gathers(steps: dict[str, Any]) -> None:
     """But for what is known to be missed."""
     ours, theirs = steps["zero3, free"], steps["fsdp2, free"]
-    assert ours.allocated <= theirs.allocated + MISSED["allocated"]
+    assert ours.requested <= theirs.requested + MISSED["requested"]
+    assert ours.allocated <= theirs.allocated + MISSED["allocated"]  # torch's allocator gives whole blocks
     assert ours.reserved <= theirs.reserved
 
 
@@ -105,6 +114,6 @@ def test_what_zero3_takes_only_shrinks(steps: dict[str, Any]) -> None:
     ours = steps["zero3, free"]
     found = {
         "launches": ours.launches, "gathered": ours.moved["all_gather"], "copies": ours.copies_in_compute, "copied": ours.copied[0],
-        "exposed": ours.exposed, "allocated": ours.allocated,
+        "exposed": ours.exposed, "allocated": ours.allocated, "collectives": ours.collectives.total(),
     }  # fmt: skip
     assert not {name: (found[name], most) for name, most in MOST.items() if found[name] > most}

@@ -23,7 +23,7 @@ def figures(seconds: float = 1.0, allocated: float = 10 * GIB, reserved: float =
     one = {
         "seconds": seconds, "exposed": 0.1, "starved": 0.0, "launches": launches, "collectives": {"all_gather": 3},
         "moved": {"all_gather": 8}, "copies": [2, 1], "copied": [4, 2], "host_waits": 0, "waits": [], "allocated": allocated,
-        "reserved": reserved, "phases": {"backward": 0.3, "clip": 0.8, "optimizer": 0.9},
+        "requested": 9 * GIB, "reserved": reserved, "phases": {"backward": 0.3, "clip": 0.8, "optimizer": 0.9},
     }  # fmt: skip
     return {"steps": {f"{machine}, {link}, {host}": one for machine in MACHINES for link in (400, 200, 100) for host in HOSTS}}
 

@@ -7,6 +7,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include "costs.h"
+#include "known_shapes.h"
 #include "torch_device.h"
 
 namespace sim {
@@ -125,8 +126,20 @@ struct Call {
     return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const auto& a) { return a.is_out(); });
   }
 
-  // The results on the meta device; nothing where shapes depend on values.
+  // The results on the meta device; nothing where shapes depend on values. Each `out` is made to fit.
   std::optional<std::vector<IValue>> shapes() const {
+    const Question question(name, args);
+    auto answer = known_shapes.of(question);
+    if (!answer) {
+      if (!(answer = answer_of_meta())) return std::nullopt;
+      known_shapes.keep(question, *answer);
+    }
+    for (auto& [i, sizes] : answer->outs) {
+      if (args[i].toTensor().sizes() != sizes) args[i].toTensor().resize_(sizes);
+    }
+    return answer->results;
+  }
+  std::optional<Shapes> answer_of_meta() const {
     std::vector<IValue> given;
     for (auto& a : args) given.push_back(mapped(a, on_meta, at::kMeta));
     Stack meta(given.begin(), given.end());
@@ -136,11 +149,11 @@ struct Call {
     } catch (const std::exception&) {
       return std::nullopt;
     }
+    Shapes answer{{meta.begin(), meta.end()}, {}};
     for (size_t i = 0; i < args.size(); ++i) {
-      if (!schema.arguments()[i].is_out() || !args[i].isTensor()) continue;
-      if (given[i].toTensor().sizes() != args[i].toTensor().sizes()) args[i].toTensor().resize_(given[i].toTensor().sizes());
+      if (schema.arguments()[i].is_out() && args[i].isTensor()) answer.outs.emplace_back(i, given[i].toTensor().sizes().vec());
     }
-    return std::vector<IValue>(meta.begin(), meta.end());
+    return answer;
   }
 
   // The host waits for the arguments, computes, and puts results on the device.
