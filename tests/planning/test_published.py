@@ -16,7 +16,7 @@ import zero3
 from benchmarks.plan import published
 from benchmarks.plan.published import FITTED, JUDGED, Row, Told
 from tests.support.planned import PLANS
-from zero3.planning.cluster import GPUS, PRODUCT, cluster_of
+from zero3.planning.cluster import GPUS, cluster_of
 from zero3.planning.work import Work, work_of
 
 pytestmark = PLANS
@@ -44,9 +44,8 @@ def test_rows_are_whole_and_none_is_judged_by_what_it_was_fitted_to() -> None:
         assert each.model in {**published.LLAMAS, **published.MPTS} and each.standing in {FITTED, JUDGED}
         assert each.checkpointing in {"none", "full", "layer", "op"} and each.reduction in {"bf16", "fp32"}
     assert sum(each.standing == JUDGED for each in rows) >= 10
-    fits = {each.gpu for each in rows if each.standing == FITTED}
-    assert fits == {gpu for gpu, (*_, reached) in GPUS.items() if reached != PRODUCT} & set(published.LINKS), "all else is assumed"
-    assert len(fits) == 2
+    fits = {GPUS[each.gpu][3] for each in rows if each.standing == FITTED}
+    assert fits == {GPUS[gpu][3] for gpu in published.LINKS} and len(fits) == 2, "one constant for each kind of GPU, and no other"
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -92,7 +91,7 @@ def test_errors_their_root_mean_square_and_the_null() -> None:
 
 
 def test_the_command_explains_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, code in (["--help"], "0"), (["--tokens", "3"], "2"):
+    for arguments, code in (["--help"], "0"), (["--models", "8b", "--gpus", "a100-40"], "2"):
         monkeypatch.setattr(sys, "argv", ["published.py", *arguments])
         with pytest.raises(SystemExit, match=f"^{code}$"):
             published.main()

@@ -17,7 +17,7 @@ from .work import Work
 __all__: list[str] = []
 
 # The constants of the model of time; docs/plan.md says where they come from.
-PRODUCT = 0.75  # of `flops`, that large matrix products reach; `GPUS` has what is known of others
+PRODUCT = 0.75  # of `flops`, that large matrix products reach, where `GPUS` does not know better
 HALF = 64  # the smallest dimension of a product at which it is half as efficient as a large one
 STREAM = 0.8  # of `memory_bandwidth`, that operations reach which only move bytes
 START = 4e-6  # seconds, that a kernel takes at least
@@ -107,15 +107,15 @@ class Cluster:
         return max(work.flops / (self.flops * self.reached * full), moved, START * work.kernels)
 
 
-_HOPPER, _HOPPER_500W = 0.53, 0.48  # fitted to published steps: benchmarks/plan/published.py
+_AMPERE, _HOPPER = 0.70, 0.48  # fitted to published steps, see docs/plan.md
 
-# By data sheets: dense bf16, memory, NVLink in one direction. And what large products reach of it.
+# By data sheets: dense bf16, memory, NVLink in one direction. And the share that products reach.
 GPUS = MappingProxyType(
     {
-        "a100": (312e12, 2.04e12, 300e9, PRODUCT),
-        "a100-40": (312e12, 1.555e12, 300e9, PRODUCT),
+        "a100": (312e12, 2.04e12, 300e9, _AMPERE),
+        "a100-40": (312e12, 1.555e12, 300e9, _AMPERE),
         "h100": (989e12, 3.35e12, 450e9, _HOPPER),
-        "h100-500w": (989e12, 2.4e12, 450e9, _HOPPER_500W),  # power is limited; 96 GB of HBM2e
+        "h100-500w": (989e12, 2.4e12, 450e9, _HOPPER),  # its power is limited; 96 GB of HBM2e
         "h200": (989e12, 4.8e12, 450e9, _HOPPER),
         "b200": (2250e12, 8.0e12, 900e9, PRODUCT),
         "4090": (165e12, 1.01e12, 32e9, PRODUCT),
