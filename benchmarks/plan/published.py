@@ -60,7 +60,7 @@ LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was run, and what was published: tokens a second and GPU. The batch is sequences of a GPU's micro-batch."""
+    """What was run, and what was published: tokens a second and GPU, the middle of a range. Batch: sequences of a micro-batch."""
 
     source: str
     gpu: str
