@@ -1,8 +1,9 @@
 """Steps that others measured on GPUs and published, against what a plan tells of them. No GPU is used here.
 
-    python -m benchmarks.plan.published                    # all rows: some twenty minutes of a processor
+    python -m benchmarks.plan.published                    # all rows that are judged: some twenty minutes of a processor
     python -m benchmarks.plan.published --models 8b 13b
     python -m benchmarks.plan.published --gpus a100 --output results
+    python -m benchmarks.plan.published --apart            # and llm-foundry's other lengths, which are not judged
 
 The rows are published.csv's. A plan is made of each as `python -m zero3 plan` makes it: an AdamW of lists of tensors, masters in fp32,
 computation in bf16. Two constants of `zero3/planning/cluster.py` are fitted, both to rows that are not judged. The null hypothesis is a
@@ -41,7 +42,7 @@ SOURCES = {
 }
 # Published for A100 (llm-foundry: 1600 a node) and for GPUs of 500 W; assumed for others of their kind. Bytes a second of one GPU.
 LINKS = {"a100": 25e9, "a100-40": 25e9, "h100": 50e9, "h100-500w": 50e9}
-FITTED, JUDGED = "fitted", "judged"
+FITTED, JUDGED, APART = "fitted", "judged", "apart"
 SHARES = [share / 100 for share in range(40, 81)]  # of the data sheet's FLOP/s, that are tried
 LEFT_OUT = {
     "torchtitan H100, 8 and 128 GPUs: 6667, 8532, 6514, 8380": "torch.compile, and fp8: a plan knows neither",
@@ -49,7 +50,7 @@ LEFT_OUT = {
     "torchtitan pull request 165, FSDP1: 6150, 6600": "the cells of the fit once more, with another library",
     "trainy, H200, 8B: 10938, 10753": "torch.compile, fp8",
     "llm-foundry, H100 FP8": "fp8",
-    "llm-foundry, sequences of 512 to 65536 tokens": "not tried; 2048 is the length that all its models and GPUs share",
+    "llm-foundry, sequences of other lengths than 2048 (--apart)": "attention is Triton's, a kernel that a plan does not know",
     "fms-fsdp, A100 and H100, 7b to 70b": "torch.compile is its default, and the tables do not say otherwise",
     "torchtune, Llama 3.2 3B, 8B, 70B": "torch.compile, or a mask of packed sequences: its kernel is not known",
     "torchtune, LoRA, QLoRA, 405B": "torch.compile; offload",
@@ -232,10 +233,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=[*LLAMAS, *MPTS], default=[*LLAMAS, *MPTS])
     parser.add_argument("--gpus", nargs="+", choices=[*LINKS], default=[*LINKS])
+    parser.add_argument("--apart", action="store_true", help="rows that are not judged as well")
     parser.add_argument("--output", type=Path, help="a directory for published.md")
     options = parser.parse_args()
     logging.set_verbosity_error()
-    chosen = [row for row in rows() if row.model in options.models and row.gpu in options.gpus]
+    standings = {FITTED, JUDGED, *([APART] if options.apart else [])}
+    chosen = [row for row in rows() if row.model in options.models and row.gpu in options.gpus and row.standing in standings]
     if not chosen:
         parser.error("no row of published.csv is of these models and GPUs")
     text = report(chosen)
