@@ -87,8 +87,10 @@ def _moved(func: Any, args: Sequence[Any], result: Any) -> int:
 
 def _nbytes(tensor: Tensor) -> int:
     """Its bytes on the device; of an expanded one no more than it has."""
-    whole = math.prod(tensor.shape) * tensor.dtype.itemsize
-    return min(whole, tensor.untyped_storage().nbytes()) if tensor.is_meta else 0
+    if not tensor.is_meta:
+        return 0
+    own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(own) * tensor.dtype.itemsize
 
 
 def _given(func: Any, args: Sequence[Any]) -> dict[str, Any]:
