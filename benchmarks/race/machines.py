@@ -10,14 +10,14 @@ GBIT = 1e9 / 8
 GIB = 2**30
 LINKS = (400, 200, 100)  # Gbit/s a GPU, between nodes
 
+# By data sheet, of which as much is reached as `zero3.plan` assumes.
+H100 = replace(cluster_of("h100", 400 * GBIT), reached=PRODUCT)
+# That of the published figures: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth", "the default 500W power limit".
+H100_500W = cluster_of("h100-500w", 400 * GBIT)
+
 # Of the share of its data sheet's FLOP/s that this GPU reaches, the one number that is fitted: on the cells of `validate.FITTED`, which no
 # judgement uses. Its publishers say that its peak is below the data sheet's (power is limited to 500 W), and do not know what it is.
-REACHED = 0.48
-
-# By data sheet, with the constants of `zero3.plan`: 0.75 of its FLOP/s are reached.
-H100 = cluster_of("h100", 400 * GBIT)
-# That of the published figures: "96GB HBM2e with 2.4 TB/sec peak memory bandwidth", "the default 500W power limit".
-H100_500W = replace(H100, flops=H100.flops * REACHED / PRODUCT, memory_bandwidth=2.4e12)
+REACHED = H100_500W.reached
 
 MACHINES: dict[str, Cluster] = {"H100 of 500 W": H100_500W, "H100 by data sheet": H100}
 

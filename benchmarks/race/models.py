@@ -174,7 +174,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def _every_second_product() -> Any:
+def every_second_product() -> Any:
     """torchtitan's selective checkpointing by operator: attention and every second product are kept, all else is computed anew."""
     aten, seen = torch.ops.aten, Counter[bool]()
     kept = {aten.mm.default, aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default}
@@ -190,7 +190,7 @@ def _every_second_product() -> Any:
 CHECKPOINTING: dict[str, Callable[[nn.Module], nn.Module]] = {
     "none": lambda block: block,
     "full": lambda block: checkpoint_wrapper(block, preserve_rng_state=False),
-    "selective": lambda block: checkpoint_wrapper(block, context_fn=_every_second_product, preserve_rng_state=False),
+    "selective": lambda block: checkpoint_wrapper(block, context_fn=every_second_product, preserve_rng_state=False),
 }
 
 

@@ -87,7 +87,7 @@ class Verdict:
 
 
 def simulated(cell: Published, log: Log, reached: float = REACHED) -> Step:
-    machine = replace(H100_500W, flops=H100_500W.flops * reached / REACHED)
+    machine = replace(H100_500W, reached=reached)
     return Clocks(machine, HOSTS["launches"], expandable=cell.expandable).replay(log)[-1]
 
 

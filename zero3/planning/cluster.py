@@ -17,7 +17,7 @@ from .work import Work
 __all__: list[str] = []
 
 # The constants of the model of time; docs/plan.md says where they come from.
-PRODUCT = 0.75  # of `flops`, that large matrix products reach
+PRODUCT = 0.75  # of `flops`, that large matrix products reach, where `GPUS` does not know better
 HALF = 64  # the smallest dimension of a product at which it is half as efficient as a large one
 STREAM = 0.8  # of `memory_bandwidth`, that operations reach which only move bytes
 START = 4e-6  # seconds, that a kernel takes at least
@@ -40,6 +40,7 @@ class Cluster:
             computes moves it: sockets on CPUs.
         spread: The standard deviation of a rank's step, as a share of it. A step takes as long as
             its slowest rank, so many ranks take longer than few.
+        reached: The share of `flops` that large matrix products reach.
         straight: Whether each rank sends to each, as over gloo, so that a byte enters a node once
             for each of its ranks that needs it. Otherwise it enters once, as with NCCL.
 
@@ -61,6 +62,7 @@ class Cluster:
     node_link: float | None = None
     host_cost: float = 0.0
     spread: float = 0.0
+    reached: float = PRODUCT
     straight: bool = False
 
     def __post_init__(self) -> None:
@@ -101,19 +103,23 @@ class Cluster:
     def computing(self, work: Work) -> float:
         """The seconds that a GPU takes for `work`, as a trace has it."""
         moved = work.nbytes / (STREAM * self.memory_bandwidth)
-        efficiency = PRODUCT * work.narrow / (work.narrow + HALF) if work.narrow else PRODUCT
-        return max(work.flops / (self.flops * efficiency), moved, START * work.kernels)
+        full = work.narrow / (work.narrow + HALF) if work.narrow else 1.0
+        return max(work.flops / (self.flops * self.reached * full), moved, START * work.kernels)
 
 
-# By data sheets: dense bf16, memory, NVLink in one direction.
+_AMPERE, _HOPPER = 0.70, 0.48  # fitted to published steps, see docs/plan.md
+
+# By data sheets: dense bf16, memory, NVLink in one direction. And the share that products reach.
 GPUS = MappingProxyType(
     {
-        "a100": (312e12, 2.04e12, 300e9),
-        "h100": (989e12, 3.35e12, 450e9),
-        "h200": (989e12, 4.8e12, 450e9),
-        "b200": (2250e12, 8.0e12, 900e9),
-        "4090": (165e12, 1.01e12, 32e9),
-        "l40s": (362e12, 0.86e12, 32e9),
+        "a100": (312e12, 2.04e12, 300e9, _AMPERE),
+        "a100-40": (312e12, 1.555e12, 300e9, _AMPERE),
+        "h100": (989e12, 3.35e12, 450e9, _HOPPER),
+        "h100-500w": (989e12, 2.4e12, 450e9, _HOPPER),  # its power is limited; 96 GB of HBM2e
+        "h200": (989e12, 4.8e12, 450e9, _HOPPER),
+        "b200": (2250e12, 8.0e12, 900e9, PRODUCT),
+        "4090": (165e12, 1.01e12, 32e9, PRODUCT),
+        "l40s": (362e12, 0.86e12, 32e9, PRODUCT),
     }
 )
 
@@ -124,8 +130,8 @@ def cluster_of(gpu: str, link: float) -> Cluster:
     """
     if gpu.lower() not in GPUS:
         raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, found {gpu!r}")
-    flops, memory_bandwidth, node_link = GPUS[gpu.lower()]
-    return Cluster(flops=flops, memory_bandwidth=memory_bandwidth, link=link, node_link=node_link)
+    flops, memory_bandwidth, node_link, reached = GPUS[gpu.lower()]
+    return Cluster(flops, memory_bandwidth, link, node_link=node_link, reached=reached)
 
 
 def replay(

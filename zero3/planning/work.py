@@ -8,11 +8,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.utils import flop_counter
 
 from ..core.autograd import tensors_in
 
 __all__: list[str] = []
+
+_ATEN = torch.ops.aten
+# They read as much of a table as they make.
+_LOOKUPS = frozenset({_ATEN.embedding, _ATEN.index_select, _ATEN.gather, _ATEN.index})
+_OVERWRITING = ("copy_", "zero_", "fill_")  # what was there is not read
 
 
 class Work(NamedTuple):
@@ -41,10 +48,7 @@ def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
     """
     if func.is_view or any(word in func.__name__ for word in ("empty", "detach", "_unsafe_view")):
         return None
-    read, written = (
-        [tensor for tensor in tensors_in(each) if tensor.is_meta] for each in (args, result)
-    )
-    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in [*read, *written])
+    nbytes = _moved(func, args, result)
     count: Callable[..., int] | None = flop_counter.flop_registry.get(func.overloadpacket)
     if count is None and "flash_attention_for_cpu" in func.__name__:
         return Work(
@@ -55,9 +59,51 @@ def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
         )
     if count is None:
         return Work(0, nbytes, 0, 1)
-    matrices = [leaf for leaf in read if leaf.dim() >= 2]
-    narrow = min((size for leaf in matrices for size in leaf.shape[-2:]), default=0)
-    return Work(int(_computed(func, args) * count(*args, out_val=result)), nbytes, narrow, 1)
+    return Work(
+        int(_computed(func, args) * count(*args, out_val=result)), nbytes, _narrow(func, args), 1
+    )
+
+
+def _moved(func: Any, args: Sequence[Any], result: Any) -> int:
+    """The bytes that a device's kernel reads and writes."""
+    given = [
+        (leaf, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        for leaf in tensors_in(value)
+    ]
+    known = {id(leaf) for leaf, _ in given}
+    made = sum(_nbytes(leaf) for leaf in tensors_in(result) if id(leaf) not in known)
+    if func.overloadpacket in _LOOKUPS:
+        return 2 * made
+    if func.overloadpacket is _ATEN.nll_loss_forward:  # one number of each row
+        return 2 * _nbytes(args[1])
+    if func.overloadpacket is _ATEN.nll_loss_backward:  # of its input only the shape
+        return made
+    overwrites = func.overloadpacket.__name__.endswith(_OVERWRITING)
+    return made + sum(
+        _nbytes(leaf) * (writes + (not (writes and overwrites))) for leaf, writes in given
+    )
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Its bytes on the device; of an expanded one no more than it has."""
+    if not tensor.is_meta:
+        return 0
+    own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(own) * tensor.dtype.itemsize
+
+
+def _given(func: Any, args: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+
+
+def _narrow(func: Any, args: Sequence[Any]) -> int:
+    """The smallest dimension of a product; of attention's, the size of a head."""
+    query = _given(func, args).get("query")
+    if query is not None:
+        return int(query.shape[-1])
+    matrices = [leaf for leaf in tensors_in(args) if leaf.is_meta and leaf.dim() >= 2]
+    return min((size for leaf in matrices for size in leaf.shape[-2:]), default=0)
 
 
 def _attention(args: Sequence[Any], *, backward: bool) -> int:
@@ -73,7 +119,7 @@ def _computed(func: Any, args: Sequence[Any]) -> float:
     """The share of all pairs of tokens that the kernel of a causal attention computes: it leaves
     out what it would mask. 1: all.
     """
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    given = _given(func, args)
     if not given.get("is_causal"):
         return 1.0
     rows, columns = given["query"].shape[-2], given["key"].shape[-2]
