@@ -96,3 +96,18 @@ def test_small_gradients_and_all_trailers_are_one_copy(slots: int, home: object,
         full = buffer.complete()
     assert copies.call_count == 1 and buffer.written == set(range(slots))
     assert all(torch.equal(rank[-3:], (torch.arange(3) < slots).float()) for rank in full.view(4, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("around", [torch.float16, torch.bfloat16])
+def test_autocast_around_a_backward_changes_no_buffer(around: torch.dtype, dtype: torch.dtype) -> None:
+    """It has rules for `torch.cat`, which don't allow each dtype."""
+    layout = GradientLayout(ChunkLayout.build([("a", (4, 4)), ("b", (3,))], 2), 2)
+    buffers = [GradientBuffer(layout, dtype, torch.device("cpu"), torch.ones(2, dtype=dtype)) for _ in range(2)]
+    for number, slot in enumerate(layout.of.slots):
+        gradient = torch.randn(slot.shape).to(dtype)
+        for buffer in buffers:
+            buffer.add(number, gradient)
+    with torch.autocast("cpu", dtype=around):
+        found = buffers[0].complete()
+    assert found.dtype == dtype and torch.equal(found, buffers[1].complete())

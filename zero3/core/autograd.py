@@ -83,6 +83,10 @@ restore_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
 # Gives tensors new versions, so that graphs which saved them are no longer valid.
 renew_versions: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 
+# Whether autocast is on, for any kind of device. Inside, `torch.cat` raises for tensors of 16 bits
+# that are not of autocast's dtype.
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 # How many of torch.func's transforms (grad, vjp, jvp, vmap, ...) are under way, or None.
 transforms_under_way: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 

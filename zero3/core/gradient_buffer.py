@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.streams import on_device
-from .autograd import copy_together
+from .autograd import autocast_is_on, copy_together
 from .layout import GradientLayout
 
 __all__: list[str] = []
@@ -146,7 +146,7 @@ class GradientBuffer:
         """
         layout, ones, dtype, device = self.layout, self._ones, self._dtype, self._device
         pieces = [ones] * len(layout.sizes)
-        if len(pieces) > FEW or dtype != ones.dtype:
+        if len(pieces) > FEW or dtype != ones.dtype or autocast_is_on():
             return []
         for index, gradient in self.came.items():
             plain = gradient.layout == torch.strided and gradient.is_contiguous()
