@@ -99,8 +99,8 @@ class Communicator(Protocol):
 
 
 class Averages(Communicator, Protocol):
-    """One whose transfers may divide for the mean, at no cost. Whether they do is its to say: a
-    communicator need not have any of this.
+    """One whose transfers may divide for the mean, without a kernel more. Whether they do is its to
+    say: a communicator need not have any of this.
     """
 
     # whether means have the bits of sums that are divided afterwards, but for what underflows
