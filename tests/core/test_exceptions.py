@@ -87,6 +87,10 @@ def test_reset_does_at_once_what_the_next_forward_would(world_size: int) -> None
         zero3.reset(model)
         assert_at_rest(model)
         assert all(chunk.grad is None for chunk in model.parameters())
+        for chunk in model.parameters():
+            chunk.pow(2).sum().backward()  # a penalty. The backward that raised is forgotten, and takes nothing more with it
+        loss_of(model)
+        assert all(torch.equal(chunk.grad, 2 * chunk) for chunk in model.parameters())
 
     on_ranks(world_size, fused, body)
 
