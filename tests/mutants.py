@@ -38,7 +38,7 @@ def judge_chosen(words: list[str]) -> int:
 
 
 def judge_drawn(options: argparse.Namespace) -> int:
-    record = draw(options, FOLDER, build(LINES, (options.tests,), slow=options.slow))
+    record = draw(options, FOLDER, build(LINES, tuple(options.tests or ["tests/"]), slow=options.slow))
     text = "\n".join(report(record))
     record.path.with_suffix(".md").write_text(f"# Faults drawn by seed {options.seed}\n\n{text}\n")
     print(text)
@@ -50,8 +50,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", help="of the names of chosen faults; all by default")
     parser.add_argument("--seed", type=int, help="draw faults by this number")
     parser.add_argument("--count", type=int, default=100, help="how many are drawn (%(default)s)")
-    parser.add_argument("--only", default="", metavar="PATH", help="draw from files of zero3/ whose paths begin so, such as core/")
-    parser.add_argument("--tests", default="tests/", metavar="PATH", help="judge by test files whose paths begin so (%(default)s)")
+    parser.add_argument("--only", action="append", metavar="PATH", help="draw from files of zero3/ that begin so (core/); repeatable")
+    parser.add_argument("--tests", action="append", metavar="PATH", help="judge by test files whose paths begin so (tests/); repeatable")
     parser.add_argument("--jobs", type=int, default=1, help="faults judged at a time, each in a copy of its own (%(default)s)")
     parser.add_argument("--again", action="store_true", help="judge once more what lived before: there are new tests")
     parser.add_argument("--fresh", action="store_true", help="forget what this seed has found before")
@@ -64,7 +64,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     options = parsed()
     if options.map:
-        build(LINES, (options.tests,), slow=options.slow)
+        build(LINES, tuple(options.tests or ["tests/"]), slow=options.slow)
         return 0
     return judge_chosen(options.words) if options.seed is None else judge_drawn(options)
 

@@ -230,6 +230,11 @@ def test_no_state_outlives_a_model(source: str) -> None:
     assert not [name for name in names_in(source) if re.search(r"\b(lru_cache|functools\.cache|ContextVar|threading\.local)\b", name)]
 
 
+def test_one_logger() -> None:
+    calls = (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    assert {ast.unparse(call) for call in calls if ast.unparse(call.func).endswith("getLogger")} == {"logging.getLogger('zero3')"}
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_assert_statement(source: str) -> None:
     """`python -O` drops them, and what they guard must hold there too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,6 +123,20 @@ def test_a_rank_whose_transfers_fail_one_after_another_waits_once_for_what_the_o
     for _ in range(3):
         alone.where("", "reducing layer 0", timed_out=True)
     assert len(pauses) == first
+
+
+def test_a_transfer_that_timed_out_is_told_of_though_the_store_is_gone() -> None:
+    """With the process that held it."""
+
+    class Gone:
+        def clone(self) -> Gone:
+            return self
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    alone = Board(cast(dist.Store, Gone()), *group(0, 1), 0)
+    assert alone.where("shard", "", timed_out=True) == "Every rank has to call shard; rank 1 has not."
 
 
 # -- real process groups

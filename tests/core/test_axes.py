@@ -198,3 +198,14 @@ def test_a_deleted_model_is_freed_at_once(quantize: NF4 | None) -> None:
     seen += [weakref.ref(module) for module in (model, model[0].module, model[1].module)]
     del model
     assert not [each() for each in seen if each() is not None]
+
+
+def test_memory_that_runs_out_for_a_gather_does_so_before_the_gather_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def room(*given: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    layer = zero3.Zero3Layer(nn.Linear(3, 3), policy=ShardingPolicy(param_dtype=torch.bfloat16))
+    monkeypatch.setattr(Plain, "room", room)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        layer(torch.ones(2, 3))
+    assert not layer._state.log.entries, "the other ranks would wait for this one's part"

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
@@ -17,7 +18,7 @@ from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.access import states_of
-from zero3.core.collectives import Activity, Collective, Conductor, Gather, Reduce, Round, Straight, chain, without
+from zero3.core.collectives import Activity, Collective, Conductor, Gather, Reduce, Round, Straight, Use, chain, without
 
 
 class Seeing:
@@ -60,15 +61,16 @@ def test_a_conductor_is_taken_out_of_a_chain_wherever_it_stands(order: list[int]
 def test_every_transfer_of_a_step_is_conducted_between_its_marks(mesh: bool, policy: dict[str, Any]) -> None:
     def body(group: Any) -> None:
         model = sharded(group, mlp(), **policy)
-        seen, told = seen_by(model), 0
+        seen, told, optimizer = seen_by(model), 0, torch.optim.SGD(zero3.get_trainable_chunk(model))
         for turn in range(3):
             model(rows(2 + turn)).sum().backward()
             log = states_of(model)[0].log
             told = log.folded + len(log.entries)
-            for chunk in zero3.get_trainable_chunk(model):
-                chunk.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
         moved = [what for what in seen if isinstance(what, Gather | Reduce)]
         assert len(moved) == told >= 3 + 3 * 3
+        assert not [what for what in seen if isinstance(what, Use)], "nobody listens to steps"
         marks = [(what.activity, what.begins) for what in seen if isinstance(what, Round)]
         assert marks == 3 * [(each, begins) for each in (Activity.FORWARD, Activity.BACKWARD) for begins in (True, False)]
         at = [number for number, what in enumerate(seen) if isinstance(what, Round)]

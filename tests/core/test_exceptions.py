@@ -78,15 +78,27 @@ def test_training_goes_on_after_an_exception(world_size: int, where: int, phase:
 
 
 @WORLDS
-def test_reset_does_at_once_what_the_next_forward_would(world_size: int) -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_reset_does_at_once_what_the_next_forward_would(world_size: int, recomputes: bool) -> None:
     def body(model: zero3.Zero3Sequential, group: ThreadCommunicator) -> None:
+        def loss() -> Tensor:
+            x = X.clone().requires_grad_()
+            for layer in model:
+                x = checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False) if recomputes else layer(x)
+            return x.pow(2).mean()
+
+        before = loss()
         model[1].module.blows = ("backward", ValueError)
-        loss_of(model)
         with pytest.raises(ValueError, match="the fuse"):
-            loss_of(model).backward()
+            (before if recomputes else loss()).backward()
+        model[1].module.blows = None
         zero3.reset(model)
         assert_at_rest(model)
         assert all(chunk.grad is None for chunk in model.parameters())
+        for chunk in model.parameters():
+            chunk.pow(2).sum().backward()  # a penalty. The backward that raised is forgotten, and takes nothing more with it
+        loss()
+        assert all(torch.equal(chunk.grad, 2 * chunk) for chunk in model.parameters())
 
     on_ranks(world_size, fused, body)
 

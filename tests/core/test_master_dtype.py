@@ -150,6 +150,8 @@ def test_dtype_checks_what_the_optimizer_updates() -> None:
     zero3.Zero3Layer(nn.Linear(2, 2, dtype=BF16), dtype=FP32, policy=policy)
     with pytest.raises(ValueError, match=r"'weight' is torch.float32, expected dtype=torch.bfloat16"):
         zero3.Zero3Layer(nn.Linear(2, 2, dtype=BF16), dtype=BF16, policy=policy)
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype or None, found 'bfloat16'"):
+        zero3.Zero3Layer(nn.Linear(2, 2), dtype="bfloat16")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.complex64])

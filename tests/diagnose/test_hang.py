@@ -56,6 +56,8 @@ def test_hang_names_the_rank_and_its_layer(place: str, directory: Path, tmp_path
 
     run_ranks(3, body)
     assert (found[0]["layer"], found[0]["direction"]) == PLACES[place]
+    if found[0]["layer"] is not None:
+        assert found[0]["ranks"]["1"]["at"]["doing"] == "computing", "it waits for nobody"
     assert found[0]["ranks"]["1"]["alive"] is True and found[0]["missing"] == []
     assert found[0]["waiting_for"]["number"] >= found[0]["last_common"]["number"]
     if place.endswith("a save"):

@@ -73,10 +73,11 @@ class Record:
 
 
 def draw(options: argparse.Namespace, folder: Path, lines: CoverageMap) -> Record:
-    """Judges `options.count` faults of the package, or of the part `options.only`; those that it can't be imported with don't count."""
+    """Judges `options.count` faults of the package, or of the parts `options.only`; those that it can't be imported with don't count."""
     package, count, jobs = sources(), options.count, options.jobs
-    every = [(file, place) for file, source in package.items() if file.startswith(options.only) for place in places_in(source)]
-    name = "-".join([f"draw-{options.seed}", *options.only.split("/")]).strip("-")
+    only = options.only or [""]
+    every = [(file, place) for file, source in package.items() if file.startswith(tuple(only)) for place in places_in(source)]
+    name = "-".join([f"draw-{options.seed}", *(part for path in only for part in path.split("/") if part)])
     header = {"seed": options.seed, "digest": digest(package), "tests": options.tests}
     record = Record(folder / f"{name}.jsonl", header, anew=options.fresh, again=options.again)
     done = {finding.number for finding in record.findings}

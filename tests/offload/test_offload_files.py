@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from tests.support.offloaded import in_files
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from zero3 import ShardingPolicy
+from zero3.access import states_of
 from zero3.core.chunk import Chunk
+from zero3.core.layer_state import Presence
 from zero3.scratch.mapped_files import MappedFiles
+from zero3.stores.files import Files
 
 
 @WORLDS
@@ -28,8 +32,9 @@ def test_chunks_and_gradients_are_in_files_and_nowhere_else(world_size: int, tmp
     def body(model: nn.Module, group: ThreadCommunicator) -> list[Tensor]:
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1)
         for step in range(3):
-            for _ in range(2):
-                model(Turn(group.rank, step, world_size).tensor(5, WIDTH)).pow(2).mean().backward()
+            for micro in range(2):
+                with zero3.no_sync(model) if (step, micro) == (1, 0) else nullcontext():
+                    model(Turn(group.rank, step, world_size).tensor(5, WIDTH)).pow(2).mean().backward()
             for chunk in chunks_of(model):
                 assert in_files([chunk.shard])
                 assert chunk.shard.grad is None or in_files([chunk.shard.grad.as_subclass(Tensor)])
@@ -52,6 +57,23 @@ def test_pages_leave_the_process_after_use(tmp_path: Path) -> None:
 
     for world_size in (1, 2):
         on_ranks(world_size, body, tmp_path)
+
+
+def test_no_chunk_rests_between_its_fetch_and_its_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank computes with the pages themselves."""
+    model, rested, looked = seeded(Model)[0], set[int](), list[bool]()
+    monkeypatch.setattr(Files, "rest", lambda store, values: rested.add(values.data_ptr()))
+
+    def look(*given: Any) -> None:
+        used = [chunk for state in states_of(model) if state.presence is Presence.FETCHED for chunk in state.chunks]
+        looked.append(bool(used) and rested.isdisjoint(chunk.shard.data_ptr() for chunk in used))
+
+    for block in model.blocks:
+        block[0].register_forward_pre_hook(look)
+    zero3.shard(model, policy=ShardingPolicy(offload=tmp_path))
+    rested.clear()
+    model(torch.ones(2, WIDTH, dtype=torch.float64))
+    assert looked == [True] * 3 and rested
 
 
 def test_memory_of_gradients_is_used_again(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import zero3
 from tests.offload.test_offload import Model, assert_same, chunks_of, on_ranks, train
-from tests.support.models import seeded
+from tests.support.models import WIDTH, seeded
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy
 from zero3.access import states_of
@@ -67,12 +68,16 @@ def test_a_full_disk_on_one_rank_is_one_error_and_nothing_has_changed(room: int,
 def test_room_for_all_layers_is_looked_for_before_the_first_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers of all ranks at once, because ranks may share a disk."""
     model, sizes = seeded(Model)[0], list[int]()
-    monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, nbytes: sizes.append(nbytes) or os.truncate(descriptor, nbytes))
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda descriptor, offset, nbytes: sizes.append(nbytes) or os.truncate(descriptor, offset + nbytes)
+    )
     zero3.shard(model, policy=ShardingPolicy(offload=tmp_path))
     layers = sum(bool(state.chunks) for state in states_of(model))
     asked, taken = sizes[:layers], sizes[layers:]
     assert sum(asked) == sum(chunk.shard.nbytes * (1 + chunk.shard.requires_grad) for chunk in chunks_of(model))
     assert sum(asked) <= sum(taken)
+    model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+    assert sizes == asked + taken, "gradients have their room before the first comes"
 
 
 @pytest.mark.parametrize("wrong", [1, True, b"/tmp", ["/tmp"], ""])

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def right(codes: Tensor, scales: Tensor, block_size: int, kind: str, shape: list[int], dtype: torch.dtype) -> Tensor:
     """As bitsandbytes' operation: one row."""
-    assert (kind, shape) == ("nf4", [2 * codes.numel()])
+    assert (kind, shape, codes.dtype) == ("nf4", [2 * codes.numel()], torch.uint8), "bitsandbytes refuses others"
     values = torch.tensor(NF4_VALUES)[torch.stack([codes >> 4, codes & 15], 1).int().view(-1)]
     return (values * scales.repeat_interleave(block_size)[: values.numel()]).to(dtype)[None]
 
