@@ -3,6 +3,7 @@
     python -m benchmarks.race                                # the validation, all cells, the picture; goes on where it was ended
     python -m benchmarks.race --readme                       # and writes the tables into README.md
     python -m benchmarks.race --models 8b --ranks 8 --skip-validation --out results
+    python -m benchmarks.race --pool                         # would a pool of full buffers take less memory?
     python -m benchmarks.race --trace 8b 64 1x2048 none      # lanes of one step: a Chrome trace for Perfetto, and a picture, in --out
 
 All figures are simulated; no GPU was used. README.md says what is simulated, where each constant comes from, and what is not shown.
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import leave, progress
-from benchmarks.race import validate
+from benchmarks.race import pool, validate
 from benchmarks.race.lanes import draw, trace_events
 from benchmarks.race.machines import H100_500W
 from benchmarks.race.models import SHAPES
@@ -87,8 +88,8 @@ def sections(options: argparse.Namespace, of: list[Run]) -> tuple[dict[str, str]
     for text in texts.values():
         print(text, flush=True)
     asked = list(entered(of))
-    with ThreadPoolExecutor(options.jobs) as pool:
-        results = dict(zip(asked, pool.map(lambda each: figures_of(run_of(*each), options.out), asked), strict=True))
+    with ThreadPoolExecutor(options.jobs) as threads:
+        results = dict(zip(asked, threads.map(lambda each: figures_of(run_of(*each), options.out), asked), strict=True))
     texts |= {"comparison": comparison(results, of), "ahead": ahead(results, of), "cells": per_cell(results, of)}
     return texts, results
 
@@ -116,10 +117,13 @@ def main() -> None:
     parser.add_argument("--checkpointing", nargs="+", default=["none", "full"])
     parser.add_argument("--skip-validation", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--pool", action="store_true", help="whether a pool of full buffers would take less memory, and nothing else")
     parser.add_argument("--trace", nargs=4, metavar=("MODEL", "RANKS", "BATCH", "CHECKPOINTING"))
     parser.add_argument("--readme", action="store_true", help="write the tables and the picture into benchmarks/race/README.md's places")
     parser.add_argument("--out", type=Path, default=Path("race"), help="a folder for tables, the picture and the trace (%(default)s)")
     options = parser.parse_args()
+    if options.pool:
+        return print(pool.report(options.out, options.jobs))
     if options.trace:
         model, ranks, batch, checkpointing = options.trace
         return lanes(cells([model], [int(ranks)], [batch], [checkpointing])[0], options.out, options.out)

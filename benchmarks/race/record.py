@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 from tests.device import simulated
 
@@ -20,12 +21,14 @@ from torch.distributed.tensor import DTensor  # isort: skip
 
 from benchmarks.race.machines import LINKS, MACHINES, with_link  # isort: skip
 from benchmarks.race.models import loss_of, model_of  # isort: skip
+from benchmarks.race.pool import pooled  # isort: skip
 import zero3  # isort: skip
-from benchmarks.race.runs import LONG, Run  # isort: skip
+from benchmarks.race.runs import FULL_BUFFER, LONG, Run  # isort: skip
 from benchmarks.race.systems import SYSTEMS, Training  # isort: skip
 from tests.device.caching import UNIT  # isort: skip
 from tests.device.clock import HOSTS, Clocks, Step  # isort: skip
 from tests.device.dry_run import alone  # isort: skip
+from zero3.core.full_buffer import FullBuffer  # isort: skip
 
 STEPS = 3  # the first makes the optimizer's state, and systems learn from it
 BY_LISTS, HOLDS_LOGITS = "by_lists", "holds_logits"  # AdamW that is not fused; logits that the loop keeps during backward, in fp32
@@ -144,6 +147,25 @@ def peak_by_cause(log: list[Any], blocks: dict[int, str]) -> dict[str, float]:
             now[cause] += nbytes
             most = now.copy() if now.total() > most.total() else most
     return {**last, "peak": last.total()}
+
+
+def held(run: Run) -> dict[str, dict[str, int]]:
+    """What torch's allocator holds in the last step as it is, and if full buffers came from a pool."""
+    allocate = FullBuffer.allocate
+
+    def marked(full: FullBuffer) -> None:
+        simulated.C.mark(FULL_BUFFER)
+        allocate(full)
+        simulated.C.mark(FULL_BUFFER)
+
+    with patch.object(FullBuffer, "allocate", marked):
+        log = logged(run)
+    first, *_ = MACHINES
+    found = {}
+    for way, entries in (("as it is", log), ("pooled", pooled(log))):
+        step = Clocks(with_link(MACHINES[first], LINKS[0]), HOSTS["free"]).replay(entries)[-1]
+        found[way] = {"allocated": step.allocated, "reserved": step.reserved, "segments": step.segments}
+    return found
 
 
 def told(run: Run) -> dict[str, Any]:

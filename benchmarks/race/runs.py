@@ -20,6 +20,7 @@ from benchmarks.common.report import progress
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("zero3", "benchmarks/race", "tests/device")  # what a figure depends on, beside torch
 RECORD = "benchmarks.race.record"
+FULL_BUFFER = "full buffer"  # a mark in a log, before and after memory for one is asked for
 LONG = "long"  # what is chosen for long sequences: all ranks share one; the loss without logits, tiles, activations in the host's memory
 
 

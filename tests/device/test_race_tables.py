@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.race import main, runs, tables
+from benchmarks.race import main, pool, runs, tables
 from benchmarks.race.machines import CAPACITY, GIB, MACHINES
 from benchmarks.race.runs import SOURCES, Run, digest
 from benchmarks.race.validate import Verdict
@@ -111,3 +111,30 @@ def test_tables_go_to_their_places_in_the_readme() -> None:
 def test_a_miss_is_printed_and_not_raised() -> None:
     assert f"{Verdict('memory', 1.2, 1.0)}" == "**+20.0%, a miss**"
     assert f"{Verdict('time', 1.05, 1.0, fitted=True)}" == "fitted, +5.0%"
+
+
+def test_a_pool_gives_slots_to_full_buffers_of_one_size_alone() -> None:
+    """What is asked for otherwise, as a gradient of the same size, gets memory of its own."""
+
+    def entry(kind: str, ident: int = 0, nbytes: int = 0, name: str = "") -> tuple[Any, ...]:
+        return kind, name, 0, ident, 0, nbytes
+
+    mark = entry("m", name=runs.FULL_BUFFER)
+
+    def full(ident: int, nbytes: int) -> list[tuple[Any, ...]]:
+        return [mark, entry("a", ident, nbytes), mark]
+
+    others = [entry("a", 3, 10), entry("f", 3), entry("k", name="mm")]
+    log = [
+        *full(1, 10),
+        *full(2, 20),
+        entry("f", 1),
+        *others,
+        *full(4, 10),
+        *full(5, 10),
+        entry("f", 4),
+        entry("f", 2),
+        *full(6, 10),
+        *full(7, 20),
+    ]
+    assert list(pool.pooled(log)) == [entry("a", 1, 10), entry("a", 2, 20), *others, entry("a", 5, 10)]
