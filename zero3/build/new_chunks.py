@@ -53,7 +53,7 @@ def chunk_groups(
             face.take(sites, compute_dtype(policy, sites.parameter.dtype))
         elif sites.parameter.requires_grad and policy.master_dtype is not None:
             own = sites.parameter.dtype
-            sites.become(masters.setdefault(own, Views(own, master_dtype(policy, own))), None)
+            sites.take_face(masters.setdefault(own, Views(own, master_dtype(policy, own))), None)
         groups.setdefault(sites.name if alone else key, []).append(sites)
     return list(groups.values())
 

@@ -145,9 +145,9 @@ class GradientBuffer:
         Then the buffer is one copy. `[]`: it is made in another way.
         """
         layout, ones, dtype, device = self.layout, self._ones, self._dtype, self._device
-        pieces = [ones] * len(layout.sizes)
-        if len(pieces) > FEW or dtype != ones.dtype or autocast_is_on():
+        if len(layout.sizes) > FEW or dtype != ones.dtype or autocast_is_on():
             return []
+        pieces = [ones] * len(layout.sizes)
         for index, gradient in self.came.items():
             plain = gradient.layout == torch.strided and gradient.is_contiguous()
             alike = gradient.dtype == dtype and gradient.device == device

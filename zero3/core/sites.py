@@ -196,7 +196,7 @@ class ParameterSites:
         if self.known is not None:
             self.face.know(self)
 
-    def become(self, face: Face, known: Any) -> None:
+    def take_face(self, face: Face, known: Any) -> None:
         """Gives it another face, before it is hidden for the first time."""
         self.face, self.known = face, known
         face.know(self)

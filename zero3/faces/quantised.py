@@ -47,7 +47,7 @@ class Quantised:
             QuantizedParameter,
             weakref.ref(parameter),
         )
-        sites.become(self, weight)
+        sites.take_face(self, weight)
 
     # -- one parameter
 
