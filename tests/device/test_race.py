@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 MOST = {
-    "launches": 528,
-    "gathered": 52_313_072,
+    "launches": 520,
+    "gathered": 48_643_056,
     "copies": 95,
     "copied": 222_854_728,
-    "exposed": 151e-6,
-    "allocated": 106_200_064,
-    "collectives": 19,
+    "exposed": 146.3e-6,
+    "allocated": 105_101_824,
+    "collectives": 18,
 }
 # In what zero3 takes more than FSDP2, which is to be no more: goals that are not reached, and may only come nearer.
-# Gathers: ranks tell each other 16 bytes, what they moved. Of the others the README of the race says what is known.
-MISSED = {"gathers": 1, "gathered": 16 * 8, "requested": 200, "allocated": 439_808, "exposed": 28.1e-6}
+# The README of the race says what is known of them.
+MISSED = {"requested": 200, "allocated": 308_736, "exposed": 24.1e-6}
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def test_zero3_asks_for_no_more_than_fsdp2(steps: dict[str, Any]) -> None:
     ours, theirs = steps["zero3, free"], steps["fsdp2, free"]
     assert ours.launches <= theirs.launches
     assert ours.collectives["reduce_scatter"] <= theirs.collectives["reduce_scatter"]
-    assert ours.collectives["all_gather"] <= theirs.collectives["all_gather"] + MISSED["gathers"]
-    assert ours.moved["all_gather"] <= theirs.moved["all_gather"] + MISSED["gathered"]
+    assert ours.collectives["all_gather"] <= theirs.collectives["all_gather"]
+    assert ours.moved["all_gather"] <= theirs.moved["all_gather"]
     assert ours.copies_in_compute <= theirs.copies_in_compute
     assert ours.copied[0] <= theirs.copied[0]
     assert not ours.waits
