@@ -171,6 +171,21 @@ def test_a_hook_on_one_rank_counts_on_all() -> None:
     assert gathers(make) == [ALL] * 2
 
 
+def test_hooks_of_all_modules_count() -> None:
+    """Their product saves the weight, too."""
+
+    def added(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        return output + output @ module.weight.T @ module.weight if type(module) is nn.Embedding else None
+
+    hook = nn.modules.module.register_module_forward_hook(added)
+    try:
+        assert gathers() == [ALL] * 2
+        check_parity(Text, program, shard=by_layer)
+    finally:
+        hook.remove()
+    assert gathers() == [ONE_LESS] * 2
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_an_embedding_has_it_for_its_recomputation(reentrant: bool) -> None:
     def build() -> Text:
