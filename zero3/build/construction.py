@@ -332,6 +332,7 @@ def reads_weights(
         or type(weight) is not nn.Parameter
         or module.max_norm is not None
         or "forward" in vars(module)
+        or nn.Embedding.forward.__globals__ is not vars(nn.modules.sparse)  # another in its place
         or any(vars(module)[name] or vars(nn.modules.module)[f"_global{name}"] for name in hooks)
         or weight._backward_hooks
         or getattr(weight, "_post_accumulate_grad_hooks", None)
