@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,33 @@ def test_a_hook_on_one_rank_counts_on_all() -> None:
         return model
 
     assert gathers(make) == [ALL] * 2
+
+
+def test_hooks_of_all_modules_count() -> None:
+    """Their product saves the weight, too."""
+
+    def added(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        return output + output @ module.weight.T @ module.weight if type(module) is nn.Embedding else None
+
+    hook = nn.modules.module.register_module_forward_hook(added)
+    try:
+        assert gathers() == [ALL] * 2
+        check_parity(Text, program, shard=by_layer)
+    finally:
+        hook.remove()
+    assert gathers() == [ONE_LESS] * 2
+
+
+def test_a_forward_that_the_class_got_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = nn.Embedding.forward
+
+    @functools.wraps(own)
+    def forward(module: nn.Embedding, ids: Tensor) -> Tensor:
+        return own(module, ids) @ module.weight.T @ module.weight
+
+    monkeypatch.setattr(nn.Embedding, "forward", forward)
+    assert gathers() == [ALL] * 2
+    check_parity(Text, program, shard=by_layer)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -222,6 +223,10 @@ def test_plan_tells_seconds_and_compares_policies() -> None:
 def test_a_cluster_is_checked() -> None:
     with pytest.raises(ValueError, match="flops must be a number above 0, found 0"):
         Cluster(flops=0, memory_bandwidth=1, link=1)
+    with pytest.raises(ValueError, match="link must be a number above 0, found nan"):
+        replace(MACHINE, link=math.nan)
+    with pytest.raises(ValueError, match="reached is a share, at most 1, found 75"):
+        replace(MACHINE, reached=75)
     with pytest.raises(ValueError, match="straight must be True or False, found 1"):
         replace(MACHINE, straight=1)
     with pytest.raises(ValueError, match="link must be"):

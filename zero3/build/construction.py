@@ -319,7 +319,7 @@ def reads_weights(
     formats: Mapping[str, Format],
 ) -> bool:
     """Whether a backward reads the parameters. That of torch's own embedding knows of the ids
-    alone, if nobody's hooks or `forward` stand in its place.
+    alone, if nobody's hooks, those of all modules too, or `forward` stand in its place.
     """
     module, *others = modules
     places = [(sites.parameter, place) for sites in parameters for place in sites.places]
@@ -332,7 +332,8 @@ def reads_weights(
         or type(weight) is not nn.Parameter
         or module.max_norm is not None
         or "forward" in vars(module)
-        or any(vars(module)[name] for name in hooks)
+        or nn.Embedding.forward.__globals__ is not vars(nn.modules.sparse)  # another in its place
+        or any(vars(module)[name] or vars(nn.modules.module)[f"_global{name}"] for name in hooks)
         or weight._backward_hooks
         or getattr(weight, "_post_accumulate_grad_hooks", None)
     )

@@ -40,12 +40,12 @@ class Cluster:
             computes moves it: sockets on CPUs.
         spread: The standard deviation of a rank's step, as a share of it. A step takes as long as
             its slowest rank, so many ranks take longer than few.
-        reached: The share of `flops` that large matrix products reach.
+        reached: The share of `flops` that large matrix products reach, at most 1.
         straight: Whether each rank sends to each, as over gloo, so that a byte enters a node once
             for each of its ranks that needs it. Otherwise it enters once, as with NCCL.
 
     Raises:
-        ValueError: A number is not positive, or `straight` is no bool.
+        ValueError: A number is not positive, `reached` is above 1, or `straight` is no bool.
 
     Example::
 
@@ -71,8 +71,10 @@ class Cluster:
         for field in fields(self)[:-1]:
             number = getattr(self, field.name)
             wrong = not isinstance(number, float) and integer(number) is None
-            if number != field.default and (wrong or number <= 0):
+            if number != field.default and (wrong or not number > 0):  # NaN is neither
                 raise ValueError(f"{field.name} must be a number above 0, found {number!r}")
+        if self.reached > 1:
+            raise ValueError(f"reached is a share, at most 1, found {self.reached!r}")
 
     def moving(self, nbytes: int, ranks: int, apart: int = 1) -> float:
         """The seconds in which each of so many `ranks` receives `nbytes` from the others, in slices
