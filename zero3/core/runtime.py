@@ -382,14 +382,16 @@ class Runtime:
             return None
         self._lingering.append(state)
         recomputed = not graph or self._order.counts_without_graph
+        call = self._trace.record(state, start, recomputed=recomputed)
         # a recomputation reads them, too, and happens only on ranks where gradients arrive
-        gathers = (
+        if not (
             state.behaviour.reads_weights
             or self.own_order is not None
             or inside_backward()
             or checkpoint_around() is not None
-        )
-        return self._trace.record(state, start, recomputed=recomputed, gathers=gathers)
+        ):
+            call.leave_out_gather()
+        return call
 
     def recorded(self) -> tuple[LayerState, ...]:
         """The layers whose calls are recorded in the forward under way."""

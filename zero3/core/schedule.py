@@ -275,6 +275,9 @@ class Call(Generic[L]):
     layers: Sequence[L] = ()
     gathers: bool = True  # whether its backward needs the layer's parameters
 
+    def leave_out_gather(self) -> None:
+        self.gathers = False
+
 
 class Step(NamedTuple, Generic[L]):
     """A step of backward: it opens or closes a call. `reduce`: the layer's gradient is complete and
@@ -319,10 +322,8 @@ class CallTrace(Generic[L]):
         self._clock += 1
         return self._clock
 
-    def record(
-        self, layer: L, start: int, *, recomputed: bool = False, gathers: bool = True
-    ) -> Call[L]:
-        call = Call(layer, start, self.begin(), len(self.calls), gathers=gathers)
+    def record(self, layer: L, start: int, *, recomputed: bool = False) -> Call[L]:
+        call = Call(layer, start, self.begin(), len(self.calls))
         if recomputed:
             self.recomputed.append(call)
         # the layer may have called itself

@@ -285,9 +285,9 @@ def _before_load_state_dict(module: nn.Module, *_: object) -> None:
         refuse_load_state_dict()
 
 
-def enter_model(layer: nn.Module) -> None:
+def enter_model(module: nn.Module) -> None:
     """Notes that a layer has a place in another module from now on."""
-    layer.__dict__[IN_MODEL] = True
+    module.__dict__[IN_MODEL] = True
 
 
 def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
