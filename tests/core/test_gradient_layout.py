@@ -82,10 +82,13 @@ def test_pieces_of_gradients_are_the_slices_of_the_buffer(layout: ChunkLayout, c
     assert torch.equal(torch.cat([piece for each in pieces for piece in each]), other.complete())
 
 
-@pytest.mark.parametrize(("slots", "home", "name"), [(3, torch, "cat"), (2, gradient_buffer, "copy_together")])
-def test_small_gradients_and_all_trailers_are_one_copy(slots: int, home: object, name: str) -> None:
-    """Also those that lie in several slices, and where one is missing. What raises there is lost by nobody."""
-    layout = ChunkLayout.build([("large", (40, 3)), ("b", (16,)), ("c", (5,))], 4)
+@pytest.mark.parametrize(
+    ("slots", "last", "home", "name"),
+    [(3, 8, torch, "cat"), (3, 5, gradient_buffer, "copy_together"), (2, 8, gradient_buffer, "copy_together")],
+)
+def test_small_gradients_and_all_trailers_are_one_copy(slots: int, last: int, home: object, name: str) -> None:
+    """Also those that lie in several slices, where there is padding, and where one is missing. What raises there is lost by nobody."""
+    layout = ChunkLayout.build([("large", (40, 3)), ("b", (16,)), ("c", (last,))], 4)
     buffer = GradientBuffer(GradientLayout(layout, 3), torch.float32, torch.device("cpu"), torch.ones(3))
     for number, slot in enumerate(layout.slots[:slots]):
         buffer.add(number, torch.randn(slot.shape))

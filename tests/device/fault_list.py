@@ -127,7 +127,7 @@ FAULTS = [
         "core/backward.py",
         "                self.reductions.drain()\n            except",
         "                self.reductions.under_way.clear()\n            except",
-        "an_exception_and_on",
+        "compressed_exception_and_on",
     ),
     Fault(
         "kept gradients are reduced without a wait at the end",

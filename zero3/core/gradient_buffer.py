@@ -145,7 +145,8 @@ class GradientBuffer:
         Then the buffer is one copy. `[]`: it is made in another way.
         """
         layout, ones, dtype, device = self.layout, self._ones, self._dtype, self._device
-        if len(layout.sizes) > FEW or dtype != ones.dtype or autocast_is_on():
+        padded = layout.cells[-2].numbers  # zeros of their own would be memory beside the buffer
+        if padded or len(layout.sizes) > FEW or dtype != ones.dtype or autocast_is_on():
             return []
         pieces = [ones] * len(layout.sizes)
         for index, gradient in self.came.items():
@@ -158,8 +159,6 @@ class GradientBuffer:
             values = [flat] if len(numbers) == 1 else flat.split_with_sizes(lengths)
             for number, piece in zip(numbers, values, strict=True):
                 pieces[number] = piece
-        for number, length in zip(*layout.cells[-2], strict=True):  # padding
-            pieces[number] = self._zeros(length)
         return pieces
 
     def _to_add_to(self) -> Tensor:

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,9 +39,17 @@ struct Log {
   std::vector<Entry> entries;
   double own = 0;  // seconds of the processor that the device's own code took
   int depth = 0;
+  std::mutex writing;  // ranks are threads
 
   void note(char kind, const std::string& name, int stream, uint64_t id = 0, Cost cost = {}) {
-    if (on) entries.push_back({kind, name, stream, id, cost, processor_seconds() - own});
+    if (!on) return;
+    std::lock_guard<std::mutex> alone(writing);
+    entries.push_back({kind, name, stream, id, cost, processor_seconds() - own});
+  }
+
+  std::vector<Entry> take() {
+    std::lock_guard<std::mutex> alone(writing);
+    return std::exchange(entries, {});
   }
 };
 inline Log& written = *new Log;

@@ -121,7 +121,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mark", [](const std::string& name) { written.note('m', name, 0); });
   m.def("take_log", [] {
     py::list out;
-    for (auto& e : std::exchange(written.entries, {}))
+    for (auto& e : written.take())
       out.append(py::make_tuple(std::string(1, e.kind), e.name, e.stream, e.id, e.cost.flops, e.cost.bytes, e.cost.narrow, e.cost.kernels, e.host));
     return out;
   });
