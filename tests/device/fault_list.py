@@ -94,6 +94,7 @@ FAULTS = [
         "        for stage in self._legs[number][1:]:\n            stage(gradient)\n",
         "        with torch.Stream(gradient.account.chunk.device):\n"
         "            for stage in self._legs[number][1:]:\n                stage(gradient)\n",
+        "compressed_exception_and_on",
     ),
     Fault(
         "an earlier reduction is dropped, not waited for",

@@ -192,7 +192,10 @@ class GuardedFailing(Failing):
     @contextmanager
     def around(self, one: Sharded, micro: int) -> Iterator[None]:
         steps, ranks = one.life.chosen("steps"), one.world_size
-        with guarded(one, micro), self.blowing(one, micro, {one.life.dice("rank").randrange(ranks if steps is None else ranks - 1)}):
+        with (
+            guarded(one, micro),
+            self.blowing(one, micro, {one.life.dice("rank").randrange(ranks if steps is None or ranks == 1 else ranks - 1)}),
+        ):
             yield
 
 
