@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -102,6 +103,31 @@ def test_grad_dtype_adds_up_as_by_hand(dtype: torch.dtype, policy: ShardingPolic
         for name, value in expected.items():
             assert found[name].dtype == policy.grad_dtype
             assert torch.allclose(found[name].double(), value.double(), rtol=tolerance, atol=tolerance), name
+
+
+@WORLDS
+@pytest.mark.parametrize("transactional", [False, True])
+def test_parts_of_a_chunk_add_up_as_exactly_as_the_chunk(world_size: int, transactional: bool) -> None:
+    """Each sum is rounded once, whatever has become of the other parts' gradients: the same bits."""
+    policy = ShardingPolicy(BF16, FP32, grad_dtype=BF16, transactional=transactional)
+    ways: dict[str, Any] = {"chunk": None, "groups": {"decay": 0}, "whole": {"whole": True}}
+    model_of_all = nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, 5))
+    models = {way: [deepcopy(model_of_all) for _ in range(world_size)] for way in ways}
+
+    def body(group: ThreadCommunicator) -> dict[str, dict[str, Tensor]]:
+        found = {}
+        for way, options in ways.items():
+            model = sharded(models[way][group.rank], process_group(group), policy)
+            if options is not None:
+                zero3.param_groups(model, lambda name, info, options=options: options | {"lr": float("bias" in name)})
+            for step in range(8):
+                model(batch(step, group.rank)).float().pow(2).mean().backward()
+            with zero3.full_gradients(model) as gradients:
+                found[way] = dict(gradients)
+        return found
+
+    for found in run_ranks(world_size, body):
+        assert all(torch.equal(found[way][name], value) for way in ways for name, value in found["chunk"].items())
 
 
 @WORLDS

@@ -209,10 +209,12 @@ class Part(NamedTuple):
     slots: frozenset[int] = frozenset()
 
     def of(self, flat: Tensor) -> Tensor:
-        """The part's elements of `flat` `[S]`, in the part's shape."""
+        """The part's elements of `flat` `[S]`, in its shape. Their version is their own, since
+        other parts change at other times.
+        """
         if flat.shape == self.parameter.shape:  # all of them
             return flat
-        return flat[self.start : self.stop].view(self.parameter.shape)
+        return flat.data[self.start : self.stop].view(self.parameter.shape)
 
 
 class Chunk:

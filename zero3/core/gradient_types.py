@@ -184,8 +184,8 @@ class DeferredGradient(Tensor):
         """
         if nothing is None:
             nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
-        # as_subclass would make a view of `nothing`
-        deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape))
+        # as_subclass would make a view of `nothing`. `data`: it has a version of its own
+        deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape).data)
         deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad
         deferred.reduced = before.earlier if isinstance(before, DeferredGradient) else before
