@@ -8,8 +8,6 @@ There is no collective here, but for stage 1, where the first look at a gradient
 from __future__ import annotations
 
 import logging
-import sys
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -69,11 +67,10 @@ class Steps:
                 optimizer.register_step_post_hook(partial(self._tell, OUTSIDE, "outside"))
             for text in steps.problems(optimizer) if first else ():
                 _log.warning("%s", text)
-        if steps.left.aside and not steps.running:
-            steps.left.drop()
+        steps.left = LeftAlone()
         if steps.owners and (len(args) > 1 or kwargs):
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if callable(closure) and not steps.running:
+            if callable(closure):
                 return steps.begin_in_closure(closure, args, kwargs)
         for owner in steps.owners:
             state = owner()
@@ -104,8 +101,14 @@ def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[L
     return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
 
 
-class _Running(dict[str, Any]):
-    """The keyword arguments of a step: alive as long as it runs."""
+class _Step(dict[str, Any]):
+    """The keyword arguments of a step, which bring what it leaves alone to its end. A subclass's
+    step may call its base's, which then has its own; one that raises takes its own with it.
+    """
+
+    def __init__(self, kwargs: Any, left: LeftAlone) -> None:
+        super().__init__(kwargs)
+        self.left = left
 
 
 class _Watched:
@@ -117,10 +120,8 @@ class _Watched:
         self.held = len(held)
         states = dict.fromkeys(each for p in held if isinstance(each := state_of(p), LayerState))
         self.owners = [Owner(state) for state in states]
-        self.left, self._warned = LeftAlone(), warned
+        self.left, self._warned = LeftAlone(), warned  # of the step that has begun last
         self._ends = False  # whether it hears of the steps' ends
-        # the outer one's, while a subclass's step calls its base's: a step that has raised is gone
-        self._step: weakref.ref[_Running] = weakref.ref(_Running())
 
     def states(self) -> list[LayerState]:
         return [state for owner in self.owners if (state := owner()) is not None]
@@ -137,26 +138,10 @@ class _Watched:
         """The gradients are there, or will be when somebody asks (stage 1). Returns the arguments
         of the step.
         """
-        if self.running:
-            return None
-        step = _Running(kwargs)
-        self._step = weakref.ref(step)
-        self._look(optimizer)
-        return args, step
+        self._look(optimizer, self.left)
+        return args, _Step(kwargs, self.left)
 
-    @property
-    def running(self) -> bool:
-        """Whether a step is under way in this thread. One that has raised is not, though a
-        traceback may hold it.
-        """
-        step, frame = self._step(), sys._getframe()
-        while step is not None and frame.f_back is not None:
-            frame = frame.f_back
-            if any(value is step for value in frame.f_locals.values()):
-                return True
-        return False
-
-    def _look(self, optimizer: Optimizer) -> None:
+    def _look(self, optimizer: Optimizer, left: LeftAlone) -> None:
         states = self.states()
         if any(state.gradients.owed() and not shards_gradients(state.policy) for state in states):
             reduce_deferred(p.grad for group in optimizer.param_groups for p in group["params"])
@@ -170,12 +155,11 @@ class _Watched:
         if not self._ends:
             optimizer.register_step_post_hook(lambda stepped, _, given: self._end(stepped, given))
             self._ends = True
-        self.left.put_aside(optimizer, spans)
+        left.put_aside(optimizer, spans)
 
     def _end(self, optimizer: Optimizer, kwargs: Any) -> None:
-        # none: another hook has put others in place of the arguments
-        if self._step() is None or kwargs is self._step():
-            self.left.put_back(optimizer)
+        # another hook may have put others in place of the arguments
+        (kwargs.left if isinstance(kwargs, _Step) else self.left).put_back(optimizer)
 
     def _warn_of_unreached(self, states: list[LayerState]) -> None:
         backward = states[0].gradients.backward()
@@ -194,16 +178,15 @@ class _Watched:
 
     def begin_in_closure(self, closure: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """An optimizer's closure may run the backward."""
-        optimizer = args[0]
+        optimizer, left = args[0], self.left
 
         def looked_at() -> Any:
-            self.left.put_back(optimizer)
+            left.put_back(optimizer)
             loss = closure()
-            self._look(optimizer)
+            self._look(optimizer, left)
             return loss
 
-        step = _Running(kwargs)
-        self._step = weakref.ref(step)
+        step = _Step(kwargs, left)
         if "closure" in kwargs:
             step["closure"] = looked_at
             return args, step

@@ -58,13 +58,9 @@ class LeftAlone:
     def __init__(self) -> None:
         self.aside: list[tuple[dict[str, Any], nn.Parameter, slice, Tensor, dict[Any, Tensor]]] = []
 
-    def drop(self) -> None:
-        """What was put aside for a step that has raised."""
-        self.aside = []
-
     @torch.no_grad()
     def put_aside(self, optimizer: torch.optim.Optimizer, spans: Spans) -> None:
-        self.drop()
+        self.aside = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
