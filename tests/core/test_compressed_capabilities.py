@@ -23,7 +23,6 @@ from tests.support.uneven import Plan, assert_same, joined_threads, plain, tell_
 from zero3 import MXFP4, NF4, Float8, Int8, ShardingPolicy
 from zero3.access import states_of
 from zero3.comm.errors import NamingFailures
-from zero3.comm.shared_memory.neighbours import SWITCH
 from zero3.wires.coded import Coded
 
 FINE = {"gather_format": Int8(block_size=1), "reduce_format": Int8(block_size=1)}
@@ -276,7 +275,7 @@ def test_fp16_gradients_on_a_mesh_without_shards_are_divided_once() -> None:
 def of_processes(rank: Rank, way: str) -> tuple[list[Tensor], list[Tensor]]:
     from types import SimpleNamespace
 
-    with mock.patch.dict(os.environ, {SWITCH: "0" if way == "sockets" else "1"}):
+    with mock.patch.dict(os.environ, {"ZERO3_HOST_MEMORY": "0" if way == "sockets" else "1"}):
         group: Any = SimpleNamespace(rank=rank.number)
         with mock.patch("tests.support.compressed.sharded", lambda _, policy: sharded(None, policy)):
             return train(group, BOTH, 2)
