@@ -13,8 +13,8 @@ from torch import nn
 import zero3
 from tests.checkpoint.test_save_and_load import save
 from tests.support.checkpoints import on_ranks
+from tests.support.inside import states_of
 from tests.support.ranks import ThreadCommunicator
-from zero3.access import states_of
 from zero3.checkpoint import file_operations, manifest
 
 

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zero3
+from tests.support import disk
 from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, plain, train
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
-from zero3.checkpoint import manifest, numbered
+from zero3.checkpoint import numbered
 from zero3.checkpoint.numbered import next_number
 
 Hosts = Sequence[int]  # the host of each rank
@@ -71,6 +72,11 @@ def check(root: Path, expected: dict[str, Any], hosts: Hosts, layers: str = "blo
     assert losses == pytest.approx(undisturbed(), rel=1e-9)
 
 
+def content(checkpoint: Path) -> Any:
+    """Of its manifest."""
+    return json.loads((checkpoint / "manifest.json").read_text())
+
+
 def files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.rglob("*.safetensors"))
 
@@ -85,7 +91,7 @@ def test_local_checkpoint_on_the_same_hosts_moves_rank_0_s_file_alone(tmp_path: 
         came = sorted({*before[n], "model-00000-of-00003.safetensors"})
         assert files(host(tmp_path, n)) == came
         (checkpoint,) = host(tmp_path, n).iterdir()
-        assert sorted(path.name for path in checkpoint.iterdir()) == [manifest.parse(checkpoint / manifest.NAME)["data"], "manifest.json"]
+        assert sorted(path.name for path in checkpoint.iterdir()) == [content(checkpoint)["data"], "manifest.json"]
     check(tmp_path, expected, hosts)  # again: all is there
 
 
@@ -143,7 +149,7 @@ def test_local_checkpoint_that_a_crash_left_on_some_hosts_is_passed_over(tmp_pat
         zero3.save_checkpoint(host(tmp_path, group.rank) / "new", model, optimizer, local=True)
 
     on_ranks(2, body)
-    numbers = [manifest.parse(host(tmp_path, n) / "new" / manifest.NAME)["number"] for n in hosts]
+    numbers = [content(host(tmp_path, n) / "new")["number"] for n in hosts]
     assert numbers == [2, 2]
     (host(tmp_path, 1) / "new" / "manifest.json").unlink()
 
@@ -284,26 +290,18 @@ def test_local_and_replicas_are_checked_before_anything_is_written(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_local_checkpoint_under_an_old_name_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero3.checkpoint import file_operations
-
+def test_local_checkpoint_under_an_old_name_and_a_full_disk(tmp_path: Path) -> None:
     saved(tmp_path, [0, 1], "same")
     expected = saved(tmp_path, [0, 1], "same")
     check(tmp_path, expected, [0, 1])
-    write = file_operations.write_at
-
-    def full(file: Any, offset: int, view: memoryview) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(file_operations, "write_at", full)
 
     def body(model: Any, optimizer: Any, group: ThreadCommunicator) -> None:
         with pytest.raises(OSError, match="No space left"):
             zero3.save_checkpoint(host(tmp_path, group.rank) / "new", model, optimizer, local=True, replicas=1)
         assert not (host(tmp_path, group.rank) / "new").exists()
 
-    on_ranks(2, body)
-    monkeypatch.setattr(file_operations, "write_at", write)
+    with disk.replaced("write_at", disk.full):
+        on_ranks(2, body)
     check(tmp_path, expected, [0, 1])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.compressed import BOTH, WIDTH, build, flat_of, in_slices, rounded, sharded, train
+from tests.support.inside import states_of
 from tests.support.live import LonelyCommunicator
 from tests.support.models import Checkpointed, mlp, seeded, step
 from tests.support.processes import Rank, on_ranks
@@ -21,7 +22,6 @@ from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ra
 from tests.support.reference import Turn, as_one_layer, check_parity, in_place, in_sequence, nested
 from tests.support.uneven import Plan, assert_same, joined_threads, plain, tell_sharded
 from zero3 import MXFP4, NF4, Float8, Int8, ShardingPolicy
-from zero3.access import states_of
 from zero3.comm.errors import NamingFailures
 from zero3.wires.coded import Coded
 

@@ -27,11 +27,11 @@ from tests.support.compressed import (
     simulated,
     train,
 )
+from tests.support.inside import states_of
 from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import Checkpointed
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from zero3 import Int8, ShardingPolicy
-from zero3.access import states_of
 from zero3.comm.errors import NamingFailures
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.footprint import BYTES, GIVEN, LAYERS, WIDTHS, Block, Formula, GlooFormula, Point, make, wrap
+from tests.support.inside import presences
 from tests.support.live import LiveBytes
 from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 from zero3 import Zero3Layer, clip_grad_norm_, full_state_dict, load_full_state_dict, reset
-from zero3.core.layer_state import Presence
 
 ranks = pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
 depths = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -130,7 +130,7 @@ def test_never_more_full_layers_than_one_and_prefetch_depth(depth: int, reentran
 
     def count() -> None:
         nonlocal most
-        most = max(most, sum(layer._state.presence is not Presence.RELEASED for layer in model))
+        most = max(most, sum(presence != "released" for presence in presences(model)))
 
     with LiveBytes() as live:
         model = make(2, prefetch_depth=depth, reentrant=reentrant)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.huggingface.test_peft import TARGETS, lora
+from tests.support import disk
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import WORLDS
 from tests.support.pretrained import assert_same_bits, on_meta
@@ -298,19 +299,13 @@ def test_dtype_that_is_no_dtype(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_an_error_of_one_rank_is_everybodys_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero3.checkpoint import file_operations
-
-    def full(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(file_operations, "write_at", full)
-
+def test_an_error_of_one_rank_is_everybodys_and_leaves_nothing(tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(models[group.rank], process_group=group)
         with pytest.raises(OSError, match=r"rank 0: .*No space left on device"):
             zero3.save_pretrained(model, tmp_path)
 
     models = [ARCHITECTURES["Llama"].build() for _ in range(2)]
-    run_ranks(2, body)
+    with disk.replaced("write_at", disk.full):
+        run_ranks(2, body)
     assert not list(tmp_path.iterdir())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import zero3
 from tests.support.processes import Rank, on_ranks
+from tests.support.reference import assert_at_rest
 from tests.support.trainers import launched
 
 trl = pytest.importorskip("trl")

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import zero3
 from tests.offload.test_offload_faults import trained
 from tests.offload.test_offload_processes import anonymous, sharded
+from tests.support import disk
 from tests.support.models import mlp
 from tests.support.offloaded import backward, disk_is_full, in_files, same, small, state_of, values_of, wrapped
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from zero3.checkpoint import file_operations, save
+from zero3.checkpoint import save
 
 
 def ready(group: ThreadCommunicator, place: Path | None, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -100,18 +101,14 @@ def held_while_saving(rank: Rank, directory: str | None, background: bool) -> tu
     optimizer.step()
     optimizer.zero_grad()
     before, most, written = anonymous(), [0], [0]
-    write = file_operations.write
 
     def watched(file: Any, views: list[memoryview]) -> None:
         most[0] = max(most[0], anonymous() - before)
         written[0] += sum(map(len, views))
-        write(file, views)
+        disk.OPERATIONS["write"](file, views)
 
-    file_operations.write = watched
-    try:
+    with disk.replaced("write", watched):
         zero3.save_checkpoint(rank.scratch / f"saved-{background}", model, optimizer, background=background).wait()
-    finally:
-        file_operations.write = write
     return most[0], written[0]
 
 

@@ -62,8 +62,8 @@ def quantizing(shard: Any) -> Any:
 
 
 def quantised_names(model: nn.Module) -> list[str]:
-    """The names of the parameters that are quantised, sorted."""
-    with zero3.full_params(model):
+    """The names of the parameters that are quantised, sorted. While layers compute, they have a class that says so."""
+    with zero3.resident(model):
         return sorted(name for name, parameter in model.named_parameters() if type(parameter).__name__ == "QuantizedParameter")
 
 
