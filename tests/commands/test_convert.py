@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import resource
 import shutil
@@ -19,7 +18,7 @@ import zero3
 from tests.checkpoint.test_nothing_is_unpickled import Trap
 from tests.formats.test_round_trips import convert, fails, saved
 from tests.support import disk
-from tests.support.checkpoints import assert_same, odd
+from tests.support.checkpoints import assert_same, content_of, odd
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import run_ranks
 from zero3.__main__ import main
@@ -268,5 +267,5 @@ def test_convert_keeps_the_class_of_the_optimizer(named: bool, run: Path, tmp_pa
         optimizer.step()
         source = tmp_path / "file"
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
-    found = json.loads((convert(source, tmp_path / "out") / "manifest.json").read_text())["optimizer"]["class"]
+    found = content_of(convert(source, tmp_path / "out"))["optimizer"]["class"]
     assert found == ("AdamW" if named else "optimizer")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -26,3 +28,13 @@ def replaced(name: str, by: Callable[..., Any]) -> AbstractContextManager[Any]:
 def full(*given: object) -> NoReturn:
     """In the place of an operation."""
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def held(until: threading.Event) -> AbstractContextManager[Any]:
+    """Within it a save in the background waits for the event before it makes a file."""
+
+    def create(path: Path) -> Any:
+        assert threading.current_thread().name != "zero3.save_checkpoint" or until.wait(100)
+        return OPERATIONS["create"](path)
+
+    return replaced("create", create)
