@@ -16,7 +16,6 @@ from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, by_shard, check_parity, process_group, sgd
 from tests.support.stacks import Stack, loss_of, stack, train
 from zero3 import ShardingPolicy
-from zero3.core.layer_state import Presence
 
 POLICIES = [ShardingPolicy(), ShardingPolicy(reshard_after_forward=False), ShardingPolicy(stage=2), ShardingPolicy(transactional=True)]
 
@@ -130,12 +129,12 @@ def test_set_forward_order_prefetches_in_the_first_forward_and_compares_nothing(
         model: Stack = zero3.shard(told[group.rank], process_group=group)
         order = [model.embed, *model.blocks, model.head]
         zero3.set_forward_order(model, order)
-        ahead = model.blocks[1]._state
-        inside: list[Presence] = []
-        model.blocks[0].module.register_forward_pre_hook(lambda *_: inside.append(ahead.presence))
+        inside: list[int] = []
+        for each in (untold, model):
+            each.blocks[0].module.register_forward_pre_hook(lambda *_: inside.append(len(gathers(group))))
         first = fetched_first(untold, group)
         second = fetched_first(model, group)
-        assert inside == [Presence.FETCHING]
+        assert inside[1] == inside[0] + 1, "the next block is under way"
         assert [entry for entry in first if entry.kind == "all_gather"] == [entry for entry in second if entry.kind == "all_gather"]
         assert [entry.kind for entry in second].count("exchange") < [entry.kind for entry in first].count("exchange")
         wrong = zero3.shard(built_again[group.rank], process_group=group)

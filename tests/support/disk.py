@@ -1,4 +1,4 @@
-"""The disk as saving sees it: tests record its operations, or let one of them fail."""
+"""The disk as saving and loading see it: tests record its operations, or let one of them fail."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import errno
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from zero3.checkpoint import file_operations
+from zero3.checkpoint import file_operations, safetensors_files
 
 OPERATIONS = {
     name: value
@@ -19,10 +20,18 @@ OPERATIONS = {
 }
 
 
+read = safetensors_files.read_bytes  # into memory from an offset on; it gives the number of bytes
+
+
 def replaced(name: str, by: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Within it `by` stands in the place of an operation, in all threads."""
     assert name in OPERATIONS
     return mock.patch.object(file_operations, name, by)
+
+
+def reading(by: Callable[[FileIO, int, memoryview], int], at_once: int = safetensors_files.STAGE_BYTES) -> AbstractContextManager[Any]:
+    """Within it `by` stands in the place of `read`, for the bytes of tensors; it is asked for at most so many of them at once."""
+    return mock.patch.multiple(safetensors_files, read_bytes=by, STAGE_BYTES=at_once)
 
 
 def full(*given: object) -> NoReturn:
