@@ -229,9 +229,9 @@ def test_latest_checkpoint_over_a_fast_directory_and_a_slow_one(tmp_path: Path) 
 
     assert on_ranks(2, body) == [[(not step % 2, f"step-{step}") for step in range(1, 6)]] * 2
     assert [path.name for path in slow.iterdir()] == ["step-4"]
-    shutil.copytree(slow, tmp_path / "copy")
-    zero3.save_checkpoint(tmp_path / "copy" / "new", zero3.shard(nn.Sequential(nn.Linear(2, 2)), nn.Linear))
-    assert content_of(tmp_path / "copy" / "new")["number"] == 5
+    shutil.copytree(slow, tmp_path / "as slow")
+    zero3.save_checkpoint(tmp_path / "as slow" / "new", zero3.shard(nn.Sequential(nn.Linear(2, 2)), nn.Linear))
+    assert content_of(tmp_path / "as slow" / "new")["number"] == 5
     shutil.rmtree(host(tmp_path, 1))
 
     def find(model: Any, optimizer: Any, group: ThreadCommunicator) -> Any:

@@ -32,12 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 LLAMA = ARCHITECTURES["Llama"]
 
 
-def hidden_versions(model: Any) -> list[int]:
-    """Of the parameters that are hidden in the model's modules. A graph that has saved one ends when its version changes."""
-    modules = [module.module if isinstance(module, zero3.Zero3Layer) else module for module in model.modules()]
-    return [parameter._version for module in modules for parameter in module._parameters.values() if parameter is not None]
-
-
 def taken(stream: Any) -> dict[str, Tensor]:
     """Sorted copies of what is yielded, one by one or in buckets."""
     found: dict[str, Tensor] = {}
@@ -80,12 +74,12 @@ def test_stream_weights_with_merge_adapters_is_what_peft_merges(quantize: Any, k
         model = zero3.shard(models[group.rank], process_group=process_group(group), policy=policy)
         LLAMA.loss(model, Turn(0, 0, 1))  # what stays is there now
         before = [chunk.detach().clone() for chunk in model.parameters()]
-        versions = hidden_versions(model)
+        versions = [state.versions for state in states_of(model)]
         found = taken(zero3.stream_weights(model, merge_adapters=True))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert same_bits([chunk.detach() for chunk in model.parameters()], before)
-        assert versions == hidden_versions(model)
+        assert versions == [state.versions for state in states_of(model)]
         noted = [(module.merged_adapters, vars(module).get("_caches")) for module in model.modules() if hasattr(module, "merged_adapters")]
         assert noted and not any(merged or caches for merged, caches in noted)
         LLAMA.loss(model, Turn(0, 0, 1))
@@ -175,8 +169,9 @@ def test_stream_weights_gathers_each_chunk_once_unless_it_is_there(policy: dict[
     """In the dtype that is asked for, if that has no more bytes: so it is there already where layers compute in it."""
 
     def body(model: Any, group: ThreadCommunicator) -> None:
-        log, chunks = states_of(model)[0].log, chunks_of(model)
+        chunks = chunks_of(model)
         loss_of(model, Turn(group.rank, 0, 2)).backward()
+        log = states_of(model)[0].log
         for steps in (False, True):
             there = [c for c in chunks if c.full.filled and c.full.tensor.dtype == gathered_in(dtype, c)]
             stale = steps and chunks[0] in there
