@@ -146,7 +146,7 @@ class Plain(nn.Module):
 
 
 def sharded() -> nn.Module:
-    return zero3.shard(model_of(Case()), device="meta", process_group=lonely(2))
+    return zero3.shard(model_of(Case()), process_group=lonely(2))
 
 
 @pytest.mark.parametrize(
