@@ -5,7 +5,11 @@ What a public name tells has no function here: `parameters()` lists the chunks' 
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from torch import Tensor, nn
 
 from zero3 import access
 from zero3.conductors.conducted import ConductedCommunicator
@@ -53,6 +57,18 @@ def _name(state: LayerState) -> str:
 def owned_by(model: nn.Module) -> dict[int, check_optimizer.Owned]:
     """What each parameter that an optimizer may hold is, by its id: of which layer, and which pieces of which parameters."""
     return check_optimizer.owned_by(states_of(model))
+
+
+@contextmanager
+def changed_gradients(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """A fault to be found: within it each gradient that autograd brings is what `change(name, gradient)` makes of it."""
+    real = Account.add
+
+    def add(self: Account, index: int, gradient: Tensor) -> None:
+        real(self, index, change(self.chunk.layout.slots[index].name, gradient))
+
+    with mock.patch.object(Account, "add", add):
+        yield
 
 
 def is_straight(model: nn.Module) -> bool:
