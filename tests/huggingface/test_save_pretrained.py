@@ -19,8 +19,6 @@ from tests.support.models import WORLDS
 from tests.support.pretrained import assert_same_bits, on_meta
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
-from zero3.huggingface.index_maps import Whole
-from zero3.huggingface.outputs import Output, bytes_in, shards_of
 
 peft = pytest.importorskip("peft")
 
@@ -257,31 +255,6 @@ def test_adapters_may_stand_beside_the_model_that_they_belong_to(tmp_path: Path)
 def test_max_shard_size_that_is_no_size(size: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_shard_size must be a number of bytes"):
         save([ARCHITECTURES["Llama"].build() for _ in range(2)], tmp_path, max_shard_size=size)
-
-
-SIZES = {
-    "7": 7,
-    "7b": 7,
-    "1.5 KB": 1500,
-    "2MB": 2 * 10**6,
-    "5GB": 5 * 10**9,
-    "1TB": 10**12,
-    "1KiB": 1024,
-    "1MiB": 1024**2,
-    "3GiB": 3 * 1024**3,
-}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_max_shard_size_in_units(size: str) -> None:
-    assert bytes_in(size) == SIZES[size]
-
-
-def test_max_shard_size_is_filled_to_the_last_byte() -> None:
-    outputs = [Output(str(size), torch.int8, (size,), Whole(str(size), (size,))) for size in (3, 5, 4, 4, 1, 9, 8)]
-    shards = shards_of(outputs, 8)
-    assert [[output.numel for output in shard] for shard in shards.values()] == [[3, 5], [4, 4], [1], [9], [8]]
-    assert list(shards)[1] == "model-00002-of-00005.safetensors"
 
 
 def test_dtype_that_is_no_dtype(tmp_path: Path) -> None:

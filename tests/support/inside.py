@@ -12,6 +12,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from zero3 import access
+from zero3.comm.errors import NamingFailures
 from zero3.conductors.conducted import ConductedCommunicator
 from zero3.core.account import Account
 from zero3.core.chunk import Chunk
@@ -69,6 +70,12 @@ def changed_gradients(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]
 
     with mock.patch.object(Account, "add", add):
         yield
+
+
+def reduce_now(state: LayerState, chunk: Chunk) -> None:
+    """Reduces the gradients that have come to a chunk, as a backward does."""
+    account, group = state.gradients.accounts[chunk], state.communicator
+    account.flow.start(account.take_room(group), state.lanes, NamingFailures(group, "reducing", state.subject)).wait()
 
 
 def is_straight(model: nn.Module) -> bool:
