@@ -334,8 +334,10 @@ class Runtime:
         nodes = nodes_since(frame.clock, seen)
         if frame.recomputes:
             nodes -= frame.older
-            # a reentrant checkpoint walks this graph itself; others drop it
-            if self._trace is not None and nodes and not frame.opened:
+            # A reentrant checkpoint walks this graph itself; others drop it. A call around the
+            # checkpoint is open: it gets these gradients too, and reduces them once.
+            opened = frame.opened or self.backward.has_opened(state)
+            if self._trace is not None and nodes and not opened:
                 self.backward.follow(
                     self._trace, self._trace.record(state, frame.start), nodes, mark=self
                 )

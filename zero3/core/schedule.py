@@ -359,6 +359,9 @@ class CallTrace(Generic[L]):
     def holds(self, layer: L) -> bool:
         return layer in self._first
 
+    def has_opened(self, layer: L) -> bool:
+        return any(call.layer is layer for call in self._open)
+
     def is_open(self, layer: L) -> bool:
         for call in self._open:  # noqa: SIM110 (a generator costs more, and each release asks)
             if call.layer == layer or layer in call.layers:
