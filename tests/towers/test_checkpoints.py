@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,17 +65,15 @@ def data(rank: int) -> Tensor:
     return torch.randn(3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
 
-@pytest.mark.parametrize("how", ["", "reentrant", "pairs", "reentrant pairs"])
-def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) -> None:
-    torch.manual_seed(0)
-    plain = Model(how).double()
+def check_training(plain: Any, sharded: Callable[[Any, ThreadCommunicator], object], steps: list[list[tuple[int, ...]]]) -> None:
+    """Two ranks train as one process does. `steps`: by step and rank, the second argument of a forward."""
     models = [copy.deepcopy(plain) for _ in range(2)]
 
     def body(group: ThreadCommunicator) -> dict[str, Any]:
         model = models[group.rank]
-        zero3.shard(model, [Routed, Expert], optional=Expert, process_group=group)
+        sharded(model, group)
         optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), 0.1)
-        for chosen in STEPS:
+        for chosen in steps:
             model(data(group.rank), chosen[group.rank]).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -82,7 +81,7 @@ def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) 
 
     found = run_ranks(2, body, 20)
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-    for chosen in STEPS:
+    for chosen in steps:
         for rank in range(2):
             (plain(data(rank), chosen[rank]).square().sum() / 2).backward()
         optimizer.step()
@@ -90,6 +89,42 @@ def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) 
     for each in found:
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(each[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "pairs", "reentrant pairs"])
+def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) -> None:
+    torch.manual_seed(0)
+    check_training(
+        Model(how).double(), lambda model, group: zero3.shard(model, [Routed, Expert], optional=Expert, process_group=group), STEPS
+    )
+
+
+class Optional(nn.Module):
+    """Blocks one by one in checkpoints of their own; those in the middle are called or not."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Expert(), Expert()) for _ in range(5))
+        self.head, self.reentrant = nn.Linear(HIDDEN, 2), reentrant
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number in (0, 2, 4) or number // 2 in chosen:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_a_rank_attends_at_a_gate_in_a_checkpoint_is_not_recomputed_by_it(reentrant: bool, depth: int) -> None:
+    """The gate stands before a block's call, and so in its checkpoint; the other rank calls the tower in one of its own."""
+    torch.manual_seed(0)
+    policy = zero3.ShardingPolicy(prefetch_depth=depth)
+    check_training(
+        Optional(reentrant).double(),
+        lambda model, group: zero3.shard(model, Expert, optional=["blocks.1", "blocks.3"], policy=policy, process_group=group),
+        STEPS,
+    )
 
 
 @pytest.mark.parametrize("prepared", [name for name in PREPARED if "checkpoint around" in name])

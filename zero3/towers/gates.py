@@ -285,11 +285,17 @@ class Gates:
         """A layer is called now, or a tower's module. Those that are called in one checkpoint are
         recomputed together.
         """
-        around = self._checkpoint
-        self._pass.checkpoint = None if around is None else weakref.ref(around)
         if not same:
             self._pass.since = self._passes.now
             self._passes.unite(inf)
+        self._follow(same=True)
+
+    def _follow(self, *, same: bool) -> None:
+        """`same`: what has come so far, and what comes in the checkpoint that is around this rank
+        now, are recomputed together.
+        """
+        around = self._checkpoint if same else None
+        self._pass.checkpoint = None if around is None else weakref.ref(around)
 
     def forget_pass(self) -> None:
         self._pass, self._call = Pass(), None
@@ -391,6 +397,7 @@ class Gates:
             asked = self._ask(Message(0, place & 0xFFFFFFFF, 0, digest), at, lines)
             if not asked.number:
                 self._pass.compared = self._pass.compared or last
+                self._follow(same=asked.same_checkpoint)
                 return
             self._attend(asked)
 
@@ -477,7 +484,9 @@ class Gates:
 
     def _attend(self, asked: NextCall) -> None:
         """Takes part in a call that other ranks make."""
+        same = self._is_same_checkpoint
         call = self._begin(asked)
+        self._follow(same=same)  # a checkpoint here does not recompute it
         try:
             with torch.set_grad_enabled(asked.records):
                 if call.known is not None:
