@@ -308,14 +308,10 @@ class Whole(Grouped):
 class Aligned(Grouped):
     """State in blocks of two elements, as libraries have it in blocks of 256."""
 
+    makes = InBlocks
+
     def options(self, name: str, info: Any) -> dict[str, Any]:
         return {**super().options(name, info), "align": BLOCK}
-
-    def optimizer(self, one: Sharded, optimizer: Any) -> Any:
-        return InBlocks(optimizer.param_groups)
-
-    def plain_optimizer(self, one: Plain, optimizer: Any) -> Any:
-        return InBlocks(optimizer.param_groups)
 
 
 class SetTrainable(Row):
