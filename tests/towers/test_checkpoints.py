@@ -100,31 +100,40 @@ def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) 
 
 
 class Optional(nn.Module):
-    """Blocks one by one in checkpoints of their own; those in the middle are called or not."""
+    """Blocks in checkpoints, so many in each; the second and the fourth are called or not. What follows a block saves tensors, too."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, together: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(Expert(), Expert()) for _ in range(5))
-        self.head, self.reentrant = nn.Linear(HIDDEN, 2), reentrant
+        self.head, self.reentrant, self.together = nn.Linear(HIDDEN, 2), reentrant, together
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def run(self, first: int, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        for number, block in list(enumerate(self.blocks))[first : first + self.together]:
+            if number in (0, 2, 4) or number // 2 in chosen:
+                x = block(x)
+        return x * self.scale
 
     def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            if number in (0, 2, 4) or number // 2 in chosen:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        for first in range(0, len(self.blocks), self.together):
+            x = checkpoint(self.run, first, x, chosen, use_reentrant=self.reentrant)
         return self.head(x)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_what_a_rank_attends_at_a_gate_in_a_checkpoint_is_not_recomputed_by_it(reentrant: bool, depth: int) -> None:
-    """The gate stands before a block's call, and so in its checkpoint; the other rank calls the tower in one of its own."""
+def test_checkpoints_around_what_is_called_or_not_train_as_one_process(reentrant: bool, together: int, depth: int) -> None:
+    """A gate stands before a block's call, and so in its checkpoint; the other rank calls the tower in one of its own. A recomputation may
+    begin before a gradient has come to the layer, on some ranks alone."""
     torch.manual_seed(0)
     policy = zero3.ShardingPolicy(prefetch_depth=depth)
-    check_training(
-        Optional(reentrant).double(),
-        lambda model, group: zero3.shard(model, Expert, optional=["blocks.1", "blocks.3"], policy=policy, process_group=group),
-        STEPS,
-    )
+    for layers in (Expert, nn.Sequential):
+        check_training(
+            Optional(reentrant, together).double(),
+            lambda model, group: zero3.shard(model, layers, optional=["blocks.1", "blocks.3"], policy=policy, process_group=group),  # noqa: B023
+            STEPS,
+        )
 
 
 @pytest.mark.parametrize("prepared", [name for name in PREPARED if "checkpoint around" in name])

@@ -383,7 +383,7 @@ class Runtime:
             self.backward.release(state)
             return None
         self._lingering.append(state)
-        recomputed = not graph or self._order.counts_without_graph
+        recomputed = not graph or self._order.is_recomputed
         call = self._trace.record(state, start, recomputed=recomputed)
         # a recomputation reads them, too, and happens only on ranks where gradients arrive
         if not (

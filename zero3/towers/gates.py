@@ -273,6 +273,10 @@ class Gates:
         return not torch.is_grad_enabled() and self._checkpoint is not None
 
     @property
+    def is_recomputed(self) -> bool:
+        return self._checkpoint is not None or (self._call is not None and self._call.records)
+
+    @property
     def _checkpoint(self) -> object | None:
         return checkpoint_around() if self._pass.trains else None
 
@@ -315,7 +319,7 @@ class Gates:
         call = self._call
         if call is None:
             self._come_to_checkpoint(same=(same := self._is_same_checkpoint))
-            if same and not torch.is_grad_enabled():  # on all ranks
+            if same:  # on all ranks
                 self._passes.unite(self._pass.since)
             return self._trunk.enter(state, passes)
         event = Event(state, begins=True)
