@@ -273,6 +273,10 @@ class Gates:
         return not torch.is_grad_enabled() and self._checkpoint is not None
 
     @property
+    def is_recomputed(self) -> bool:
+        return self._checkpoint is not None or (self._call is not None and self._call.records)
+
+    @property
     def _checkpoint(self) -> object | None:
         return checkpoint_around() if self._pass.trains else None
 
@@ -285,11 +289,17 @@ class Gates:
         """A layer is called now, or a tower's module. Those that are called in one checkpoint are
         recomputed together.
         """
-        around = self._checkpoint
-        self._pass.checkpoint = None if around is None else weakref.ref(around)
         if not same:
             self._pass.since = self._passes.now
             self._passes.unite(inf)
+        self._follow(same=True)
+
+    def _follow(self, *, same: bool) -> None:
+        """`same`: what has come so far, and what comes in the checkpoint that is around this rank
+        now, are recomputed together.
+        """
+        around = self._checkpoint if same else None
+        self._pass.checkpoint = None if around is None else weakref.ref(around)
 
     def forget_pass(self) -> None:
         self._pass, self._call = Pass(), None
@@ -309,7 +319,7 @@ class Gates:
         call = self._call
         if call is None:
             self._come_to_checkpoint(same=(same := self._is_same_checkpoint))
-            if same and not torch.is_grad_enabled():  # on all ranks
+            if same:  # on all ranks
                 self._passes.unite(self._pass.since)
             return self._trunk.enter(state, passes)
         event = Event(state, begins=True)
@@ -391,6 +401,7 @@ class Gates:
             asked = self._ask(Message(0, place & 0xFFFFFFFF, 0, digest), at, lines)
             if not asked.number:
                 self._pass.compared = self._pass.compared or last
+                self._follow(same=asked.same_checkpoint)
                 return
             self._attend(asked)
 
@@ -477,7 +488,9 @@ class Gates:
 
     def _attend(self, asked: NextCall) -> None:
         """Takes part in a call that other ranks make."""
+        same = self._is_same_checkpoint
         call = self._begin(asked)
+        self._follow(same=same)  # a checkpoint here does not recompute it
         try:
             with torch.set_grad_enabled(asked.records):
                 if call.known is not None:
