@@ -19,7 +19,7 @@ from ..comm.agreement import agreeing, exchange_texts
 from ..core.layer_state import LayerState
 from . import file_operations, manifest
 from .manifest import Manifest
-from .safetensors_files import bytes_of
+from .safetensors_files import bytes_of, fill
 from .safetensors_writing import Written
 
 __all__: list[str] = []
@@ -165,7 +165,7 @@ def _in_rounds(parcels: Sequence[Parcel]) -> Iterator[list[Piece]]:
 
 def _read(path: Path, start: int, into: Tensor) -> None:
     with FileIO(os.fspath(path)) as file:
-        if manifest.fill(file, start, bytes_of(into)) < into.numel():
+        if fill(file, start, bytes_of(into)) < into.numel():
             raise OSError(f"{path} has become shorter")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from . import file_operations
-from .safetensors_files import read_bytes
+from .safetensors_files import fill
 from .safetensors_writing import BLOCK_BYTES, Written, write_text
 
 __all__: list[str] = []
@@ -257,14 +257,6 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
                         f"{manifest.data / name} is corrupt: its {where} are not what was saved"
                     )
     return nbytes
-
-
-def fill(file: FileIO, offset: int, buffer: memoryview) -> int:
-    """Reads until the buffer is full, or the file ends. Returns how many bytes it has read."""
-    filled = 0
-    while filled < len(buffer) and (count := read_bytes(file, offset + filled, buffer[filled:])):
-        filled += count
-    return filled
 
 
 def clean(directory: Path, keep: str | None) -> None:

@@ -165,14 +165,11 @@ class SafetensorsFiles:
 
     def _fill(self, tensor: Stored, offset: int, view: memoryview) -> None:
         self.bytes_read += len(view)
-        while view:
-            count = read_bytes(self._files[tensor.file], offset, view)
-            if not count:
-                raise RuntimeError(
-                    f"{self.directory / tensor.file} ended within {tensor.name!r}: was it "
-                    "replaced meanwhile?"
-                )
-            view, offset = view[count:], offset + count
+        if fill(self._files[tensor.file], offset, view) < len(view):
+            raise RuntimeError(
+                f"{self.directory / tensor.file} ended within {tensor.name!r}: was it "
+                "replaced meanwhile?"
+            )
 
     def leave_out(self, names: Iterable[str]) -> None:
         """From now on these files can't be read."""
@@ -202,6 +199,14 @@ def read_bytes(file: FileIO, offset: int, into: memoryview) -> int:
     """
     file.seek(offset)
     return file.readinto(into) or 0
+
+
+def fill(file: FileIO, offset: int, buffer: memoryview) -> int:
+    """Reads until the buffer is full, or the file ends. Returns how many bytes it has read."""
+    filled = 0
+    while filled < len(buffer) and (count := read_bytes(file, offset + filled, buffer[filled:])):
+        filled += count
+    return filled
 
 
 def _names_of_files(directory: Path) -> tuple[list[str], dict[str, str]]:

@@ -45,7 +45,7 @@ def is_one(path: Path) -> bool:
 
 def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
     metadata = path / _METADATA
-    found = _state(pickled.read(metadata.read_bytes(), str(metadata), _make))
+    found = _state(pickled.read(metadata.read_bytes(), str(metadata), torch_files.plain))
     reader = _Reader(path, files, found)
     leaves = {
         key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()
@@ -57,10 +57,6 @@ def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
         else _split(leaves)
     )
     return run_of(tree, "dcp", str(path))
-
-
-def _make(name: str, arguments: tuple[Any, ...]) -> Any:
-    return tuple(*arguments) if name == "torch.Size" else torch_files.plain(name, arguments)
 
 
 def _state(made: Any) -> dict[str, Any]:
