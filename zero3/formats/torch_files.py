@@ -156,11 +156,11 @@ class TorchFile:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
     ) -> Lazy:
-        # torch refuses sizes that can't be, and tells how far such a tensor reaches
+        # torch refuses sizes that can't be, and tells how far a tensor reaches
         likeness = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         reach, info = likeness.untyped_storage().nbytes(), self._records.get(record)
         begin = offset * dtype.itemsize
-        if info is None or begin < 0 or begin + reach > info.file_size:
+        if info is None or min(0, begin, *strides) < 0 or begin + reach > info.file_size:
             raise ValueError(f"a tensor of shape {shape} lies beyond {record}, or that is missing")
         if info.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{record} is compressed")
