@@ -136,9 +136,7 @@ class TorchFile:
             return arguments[0]
         if name.startswith("torch._utils._rebuild_tensor"):
             storage, offset, shape, strides, *more = arguments
-            dtype = storage.dtype
-            if name.endswith("_v3"):
-                dtype = dtype_named(more[2].name.removeprefix("torch."))
+            dtype = dtype_of(more[2]) if name.endswith("_v3") else storage.dtype
             place = storage.record, dtype, offset, tuple(shape), tuple(strides)
             if place not in self._tensors:
                 self._tensors[place] = self._tensor(*place)
@@ -196,6 +194,10 @@ class TorchFile:
             self._positions[record] = begin + _HEADER + sum(struct.unpack("<HH", header[26:30]))
         if fill(self._file, self._positions[record] + start, bytes_of(into)) < into.nbytes:
             raise ValueError(f"{self._what} ended within {record}: it is cut off")
+
+
+def dtype_of(named: Global) -> torch.dtype:
+    return dtype_named(named.name.removeprefix("torch."))
 
 
 def plain(name: str, arguments: tuple[Any, ...]) -> Any:
