@@ -193,8 +193,8 @@ def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Blob]]:
         (options_of(group, f"param_groups[{number}]"), group["params"])
         for number, group in enumerate(run.groups or ())
     ]
-    shapes = {name: lazy.shape for name, lazy in run.tensors.items()}
-    contents = OptimizerContents(groups, sorted_out(run.state, shapes, Tensor | Lazy), run.classes)
+    state = sorted_out(run.state, run.shapes, Tensor | Lazy)
+    contents = OptimizerContents(groups, state, run.classes)
     blobs = []
     for name, named in contents.state.items():
         lazies = {

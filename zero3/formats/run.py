@@ -63,6 +63,10 @@ class Run:
             yield from (value for value in values.values() if isinstance(value, Lazy))
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: lazy.shape for name, lazy in self.tensors.items()}
+
+    @property
     def nbytes(self) -> int:
         return sum(lazy.nbytes for lazy in self.lazies())
 
