@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from types import UnionType
 from typing import Any
@@ -97,7 +97,7 @@ def encode_scalar(value: Any, what: str) -> Any:
     return encode(value, what, lambda tensor: _scalar(tensor, what))
 
 
-def decode_scalar(value: Any, device: torch.device) -> Any:
+def decode_scalar(value: Any, device: torch.device | str) -> Any:
     """The inverse of `encode_scalar`. Tensors that were on a device other than the CPU are made on
     `device`.
 
@@ -116,6 +116,10 @@ def decode_scalar(value: Any, device: torch.device) -> Any:
         )
 
     return decode(value, tensor)
+
+
+def decode_scalars(values: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    return {key: decode_scalar(value, device) for key, value in values.items()}
 
 
 def _scalar(tensor: Tensor, what: str) -> list[Any]:

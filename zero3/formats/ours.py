@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations, manifest
@@ -19,7 +18,7 @@ from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..checkpoint.safetensors_writing import header_of, write_hashed
 from ..checkpoint.saved_optimizer import OptimizerContents, options_of, sorted_out
-from ..comm.plain_values import decode, decode_scalar, dtype_named, encode, name_of
+from ..comm.plain_values import decode, decode_scalars, dtype_named, encode, name_of
 from .lazy import Lazy, as_lazy, small
 from .run import Holds, Run
 
@@ -86,9 +85,12 @@ class _Checkpoint:
         return decode(value, lambda number: self._stored[f"extra:{number}"])
 
     def _with_optimizer(self, run: Run, contents: OptimizerContents) -> Run:
-        groups = [{**_decoded(options), "params": names} for options, names in contents.groups]
+        groups = [
+            {**decode_scalars(options, "cpu"), "params": names}
+            for options, names in contents.groups
+        ]
         for name, named in contents.state.items():
-            values = run.state[name] = _decoded(named.scalars)
+            values = run.state[name] = decode_scalars(named.scalars, "cpu")
             for key, (dtype, shape) in named.tensors(run.tensors[name].shape).items():
                 kind = f"state:{key}"
                 if key in named.elements or self._ranges.holds(kind, name):
@@ -110,10 +112,6 @@ class _Checkpoint:
         return Lazy(
             stored.dtype, stored.shape, lambda start, into: self._files.read(stored, start, into)
         )
-
-
-def _decoded(scalars: dict[str, Any]) -> dict[str, Any]:
-    return {key: decode_scalar(value, torch.device("cpu")) for key, value in scalars.items()}
 
 
 class _Blob(NamedTuple):
