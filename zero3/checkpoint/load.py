@@ -223,18 +223,12 @@ class _Loader:
                 f"{self._path} was saved without {what}, and these are trained here: "
                 f"{', '.join(left_out)}"
             )
-        for name in contents.parameters:
-            if saved[name]["stored"] and self._weights:
-                shape, dtype = saved[name]["shape"], saved[name]["dtype"]
-                self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
-        for name in contents.others:
-            if f"other:0:{name}" not in self._stored:  # other systems store buffers as parameters
-                self._ranges.check(
-                    "parameter",
-                    name,
-                    torch.Size(saved[name]["shape"]).numel(),
-                    saved[name]["dtype"],
-                )
+        ranges = [n for n in contents.parameters if saved[n]["stored"] and self._weights]
+        # other systems store buffers as parameters
+        ranges += [n for n in contents.others if f"other:0:{n}" not in self._stored]
+        for name in ranges:
+            numel = torch.Size(saved[name]["shape"]).numel()
+            self._ranges.check("parameter", name, numel, saved[name]["dtype"])
 
     def _compare_base(self, found: Manifest, contents: Contents) -> None:
         """Raises ValueError if frozen parameters that were not saved have other values here."""
