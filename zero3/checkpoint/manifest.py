@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from io import FileIO
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +233,9 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
     longest = max((manifest.files[name].nbytes for name, _ in mine), default=0)
     buffer = memoryview(bytearray(min(BLOCK_BYTES, longest)))
     nbytes = 0
-    for name in dict.fromkeys(name for name, _ in mine):
+    for name, blocks in groupby(mine, key=itemgetter(0)):
         with FileIO(os.fspath(manifest.data / name)) as file:
-            for number in (number for other, number in mine if other == name):
+            for _, number in blocks:
                 block = buffer[: fill(file, number * BLOCK_BYTES, buffer)]
                 nbytes += len(block)
                 if sha256(block).hexdigest() != manifest.files[name].blocks[number]:
