@@ -34,12 +34,14 @@ def write(path: Path, value: Any) -> None:
 
 def everything() -> dict[str, Any]:
     made: dict[str, Any] = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for _, dtype in DTYPES}
-    base = torch.linspace(0, 1, 24).view(4, 6)
+    base, told = torch.linspace(0, 1, 24).view(4, 6), torch.ones(2)
+    told.note = "an attribute"  # type: ignore[attr-defined]
     made |= {
         "transposed": base.t(),
         "columns": base[:, 1:3],
         "repeated": base[0].expand(3, 6),
         "later": base[2:],
+        "told": told,
         "step": torch.tensor(3.0),
     }
     made |= {"empty": torch.empty(0, 3), "parameter": nn.Parameter(torch.ones(3)), "plain": [1, 2.5, None, "x", (True, {"a": [{}]})]}
@@ -74,6 +76,14 @@ def test_what_shares_memory_is_written_once(tmp_path: Path) -> None:
         write(tmp_path / "ours", value)
     assert (tmp_path / "ours").stat().st_size < 2.5 * shared.nbytes
     assert_same(torch.load(tmp_path / "ours", weights_only=True), {"a": shared, "b": shared, "c": shared})
+
+
+def test_a_tie_in_a_file_is_one(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    torch.save({"a": shared, "b": shared.clone(), "c": shared}, tmp_path / "file")
+    with FileIO(str(tmp_path / "file")) as file:
+        run = run_of(torch_files.TorchFile(file, "file").value, "torch", "file")
+    assert run.also == {"a": ["c"]} and list(run.tensors) == ["a", "b"]
 
 
 @pytest.mark.parametrize("cut", [0, 10, 500, -1, -300])
