@@ -154,31 +154,31 @@ class TorchFile:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
     ) -> Lazy:
-        # torch refuses sizes that can't be, and tells how far a tensor reaches
-        likeness = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        reach, info = likeness.untyped_storage().nbytes(), self._records.get(record)
-        begin = offset * dtype.itemsize
-        if info is None or min(0, begin, *strides) < 0 or begin + reach > info.file_size:
+        # torch refuses what can't be a shape, and tells in which order elements lie
+        likeness = torch.empty_strided(shape, strides, device="meta")
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        span, info = last + 1 if likeness.numel() else 0, self._records.get(record)
+        end = (offset + span) * dtype.itemsize
+        if info is None or min(0, offset, *strides) < 0 or end > info.file_size:
             raise ValueError(f"a tensor of shape {shape} lies beyond {record}, or that is missing")
         if info.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{record} is compressed")
         whole = Lazy(
             dtype,
             shape,
-            lambda start, into: self._read(record, begin + start * dtype.itemsize, into),
+            lambda start, into: self._read(record, (offset + start) * dtype.itemsize, into),
         )
-        return whole if likeness.is_contiguous() else self._in_order(whole, reach, strides)
+        return whole if likeness.is_contiguous() else self._in_order(whole, span, strides)
 
-    def _in_order(self, stored: Lazy, reach: int, strides: tuple[int, ...]) -> Lazy:
+    def _in_order(self, stored: Lazy, span: int, strides: tuple[int, ...]) -> Lazy:
         """A tensor that does not lie in the order of its elements (transposed, expanded): it is
-        read as a whole, `reach` bytes, and stays in memory until its last element, or another
-        one, is read.
+        read as a whole, and stays in memory until its last element, or another one, is read.
         """
 
         def read(start: int, into: Tensor) -> None:
             if self._in_memory is None or self._in_memory[0] is not stored:
                 self._in_memory = None  # before there is another
-                memory = torch.empty(reach // stored.dtype.itemsize, dtype=stored.dtype)
+                memory = torch.empty(span, dtype=stored.dtype)
                 stored.read(0, memory)
                 self._in_memory = stored, memory.as_strided(stored.shape, strides).reshape(-1)
             into.copy_(self._in_memory[1][start : start + into.numel()])
