@@ -6,8 +6,7 @@ __0_0.distcp     what a rank wrote: a small file of torch's for each block or va
 
 torch's own reader unpickles `.metadata`, and values, without restriction. Its writer keeps all
 tensors of a file in memory until the file is complete, and its planner drops empty dicts and makes
-text of numbers that are keys. To import its classes takes longer than zero3, and more memory than
-a conversion.
+text of numbers that are keys. To import its classes takes longer than zero3, and tens of MB.
 """
 
 from __future__ import annotations
