@@ -11,8 +11,10 @@ from torch import nn
 
 from tests.support.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream, release_at_once
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_, no_sync
+from zero3.access import states_of
 from zero3.comm.mesh import MeshCommunicator
 from zero3.comm.streams import Done, StreamClock, StreamLane, lanes_for
+from zero3.core.ticket import Ticket
 
 
 def train(
@@ -146,3 +148,18 @@ def test_a_full_buffer_given_back_while_it_is_filled_is_found(fake_device: FakeD
     monkeypatch.setattr(Chunk, "finish_fetch", lambda chunk: None)
     train()
     assert any("memory given back" in race for race in fake_device.races)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_gather_that_other_ranks_alone_need_is_waited_for(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Before this rank's optimizer writes what it has sent, and before the memory of what it received is others'."""
+    if not waits:
+        monkeypatch.setattr(Ticket, "wait", lambda ticket: None)
+    layer = Zero3Layer(nn.Linear(4, 4), process_group=EchoCommunicator())
+    (state,) = states_of(layer)
+    state.take_part_in_gather()
+    with torch.no_grad():
+        state.chunks[0].shard.mul_(0.5)
+    fake_device.notice_freed()
+    assert any("memory given back" in race for race in fake_device.races) != waits
+    assert any("on compute overwrites what is read by" in race for race in fake_device.races) != waits

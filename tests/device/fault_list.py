@@ -87,6 +87,7 @@ FAULTS = [
         "comm/streams.py",
         _LANDS + _RECORDS,
         _RECORDS + _LANDS,
+        "two_forwards_before_one_backward",
     ),
     Fault(
         "the sum lands beside its lane",
@@ -121,7 +122,7 @@ FAULTS = [
         "core/chunk.py",
         "    def release(self) -> None:\n        self.finish_fetch()\n",
         "    def release(self) -> None:\n        self._ticket = None\n",
-        "another_path",
+        "memory_after_another_path",
     ),
     Fault(
         "a reset does not wait for reductions",

@@ -229,6 +229,20 @@ def another_path(me: Me) -> list[Tensor]:
 
 
 @scenario
+def memory_after_another_path(me: Me) -> list[Tensor]:
+    """That of full buffers which nobody needed is others' at once, although they were on their way."""
+    model = sharded(me, prefetch_depth=2)
+    seen = train(model, me, 2)
+    sizes = [chunk.numel() * me.world_size for chunk in zero3.get_trainable_chunk(model)]
+    for skip in ({2, 3}, {3}):
+        model.skip = skip  # type: ignore[assignment]
+        with torch.no_grad():
+            seen.append(loss_of(model, me, 50))
+        seen += [me.tensor(number, size) * 2 for number, size in enumerate(sizes)]
+    return seen
+
+
+@scenario
 def a_view_that_escapes(me: Me) -> list[Tensor]:
     """It has the values of its forward for ever: the next fetches take another buffer."""
     model = sharded(me, lambda: Stack(Caching))
