@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from ..access import get_trainable_chunk, states_of
 from ..auto_wrap import Layers
+from ..comm.plain_values import name_of
+from ..conductors.conducted import Through
 from ..core.autograd import as_plain_tensors, inside_backward
 from ..core.chunk import Chunk
-from ..core.collectives import Collective, Conductor, Fetch, Gather, Look, Reduce
+from ..core.collectives import Collective, Fetch, Gather, Look, Reduce
 from ..core.layer_state import LayerState, accounts_of
 from ..experts.at_home import AtHome
 from ..faces.quantised import weight_of
@@ -89,7 +91,7 @@ class Trace:
         self.trainable = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        with self._counting(), self.ledger.because("chunks"), _without_advice():
+        with self.ledger, self.kernels, self.ledger.because("chunks"), _without_advice():
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
@@ -148,11 +150,11 @@ class Trace:
                 chunk, weight = each.chunk, weight_of(each.sites)
                 trains = chunk.shard.requires_grad
                 found["masters" if trains else "frozen"].append(chunk.stored_as)
-                found["compute"].append(_named(weight.dtype if weight else chunk.compute_dtype))
+                found["compute"].append(name_of(weight.dtype if weight else chunk.compute_dtype))
                 if trains:
                     sums = gradient_dtype(state.policy, chunk.compute_dtype)
                     kind = state.policy.reduce_format
-                    found["reduction"].append(_named(sums) if kind is None else kind.name)
+                    found["reduction"].append(name_of(sums) if kind is None else kind.name)
         return {what: ", ".join(dict.fromkeys(kinds)) for what, kinds in found.items() if kinds}
 
     @property
@@ -161,7 +163,7 @@ class Trace:
         (`resident_bytes`): the root's first.
         """
         ordered = sorted(self._chunks, key=lambda each: each[0] is not self._root)
-        return [_full_nbytes(chunk) for _, chunk in ordered if not chunk.shard.requires_grad]
+        return [chunk.full_nbytes for _, chunk in ordered if not chunk.shard.requires_grad]
 
     @property
     def _homes(self) -> list[AtHome]:
@@ -177,7 +179,7 @@ class Trace:
         micro_batches = min(accumulation, 2)
         for home in self._homes:
             home.expect(crowded=crowded)
-        with self._counting():
+        with self.ledger, self.kernels:
             if not self._peaks:  # the order of layers, and the optimizer's state, are learned first
                 self._step(batch, sequence, 1)
             self.ledger.begin_anew()
@@ -221,7 +223,7 @@ class Trace:
         self.ranks.observed_by(lambda event: found[-1].append(event))
         self._begins = lambda: found.append([])
         try:
-            with self._counting():
+            with self.ledger, self.kernels:
                 self._step(batch, sequence, number)
         finally:
             self._begins = _ignore
@@ -254,23 +256,13 @@ class Trace:
             self._observer.stepped = False
         self.ledger.begin("", "optimizer's step")
         with fused_on_meta():
-            self._step_optimizer()
+            if self.offloads:
+                step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
+            else:
+                with self.ledger.because("optimizer"):
+                    self.optimizer.step()
         self._observer.stepped = True
         self.optimizer.zero_grad()
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self.ledger)
-            stack.enter_context(self.kernels)
-            yield
-
-    def _step_optimizer(self) -> None:
-        if self.offloads:
-            step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
-            return
-        with self.ledger.because("optimizer"):
-            self.optimizer.step()
 
     def _step_as_on_cuda(self) -> None:
         """torch's optimizers step all parameters together there, unless they are told otherwise."""
@@ -299,7 +291,7 @@ class _Observer:
 
     def watch(self, state: LayerState) -> None:
         state.meta_buffers.clear()
-        state.conducted_by(_Observed(self, state.conductor))
+        state.conducted_by(Through(self.conduct, state.conductor))
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
             self._ledger.note(chunk.shard, ELSEWHERE if chunk.store.rests else "chunks")
@@ -312,7 +304,18 @@ class _Observer:
     def _came(self, gradient: Tensor) -> None:
         self._ledger.note(gradient, "gradients")
 
-    def tell(self, what: Collective) -> None:
+    def conduct(self, what: Collective, perform: Callable[[], Any]) -> Any:
+        self._tell(what)
+        if not isinstance(what, Look):
+            return perform()
+        what.forget(  # the answer that values would give
+            (state, chunk)
+            for state, chunk in what.staying()
+            if not chunk.full.filled or (self.stepped and chunk.shard.requires_grad)
+        )
+        return None
+
+    def _tell(self, what: Collective) -> None:
         """It begins."""
         for account in self._accounts:
             for tensor in account.held:
@@ -335,28 +338,6 @@ class _Observer:
                 for tensor in tensors_in((gradient.full, gradient.summed, gradient.work)):
                     self._ledger.claim(tensor, "transfers")
 
-    def look(self, what: Look) -> None:
-        """The answer that values would give."""
-        what.forget(
-            (state, chunk)
-            for state, chunk in what.staying()
-            if not chunk.full.filled or (self.stepped and chunk.shard.requires_grad)
-        )
-
-
-class _Observed:
-    """Tells the observer what a layer does."""
-
-    def __init__(self, observer: _Observer, inner: Conductor) -> None:
-        self._observer = observer
-        self.inner = inner
-
-    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
-        self._observer.tell(what)
-        if isinstance(what, Look):
-            return self._observer.look(what)
-        return self.inner.conduct(what, absent=absent)
-
 
 def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.Optimizer:
     if not chunks:
@@ -375,10 +356,6 @@ def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:
         for sharded in state.parameters:
             if (weight := weight_of(sharded.sites)) is not None:
                 yield weight
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _name_of(state: LayerState) -> str:
@@ -405,10 +382,6 @@ def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
     for times in range(accumulation - 2):
         found += [later(event, times) for event in steady]
     return found + [later(event, accumulation - STEADY) for event in last]
-
-
-def _full_nbytes(chunk: Chunk) -> int:
-    return chunk.full_nbytes
 
 
 def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:

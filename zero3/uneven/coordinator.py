@@ -15,19 +15,17 @@ All ranks take each step together, because each rank has its own chunks to updat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ..comm.communicator import Communicator
-from ..conductors.conducted import ConductedCommunicator, unconducted
+from ..conductors.conducted import ConductedCommunicator, Through, unconducted
 from ..core.collectives import (
     Activity,
     Agree,
     Collective,
     CompareLogs,
-    Conductor,
     Gather,
     Look,
     Reduce,
@@ -60,17 +58,6 @@ _CAUGHT = (
 )
 
 
-class _ByCoordinator:
-    """Gives a layer's collectives to the coordinator."""
-
-    def __init__(self, coordinator: JoinCoordinator, inner: Conductor) -> None:
-        self._coordinator = coordinator
-        self.inner = inner
-
-    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
-        return self._coordinator.conduct(what, partial(self.inner.conduct, what, absent=absent))
-
-
 class JoinCoordinator:
     """Conducts a model's collectives inside `Join`, on one rank."""
 
@@ -87,7 +74,7 @@ class JoinCoordinator:
         listed = [*_listed(runtimes), *more]
         self._announcements = Announcements(listed, control, states[0].device)
         self._runtimes = tuple(runtimes)
-        self._joined: dict[LayerState, _ByCoordinator] = {}
+        self._joined: dict[LayerState, Through] = {}
         self._control = control
         self._step = step
         self._divide_by_all = True
@@ -140,10 +127,10 @@ class JoinCoordinator:
             if state in joined:
                 state.no_longer_by(joined[state])
             state.communicate_by(unconducted(state.communicator))
-            _average_over(state, self._control.world_size)
+            state.gradients.average_over(self._control.world_size)
 
-    def _join(self, state: LayerState) -> _ByCoordinator:
-        self._joined[state] = joined = _ByCoordinator(self, state.conductor)
+    def _join(self, state: LayerState) -> Through:
+        self._joined[state] = joined = Through(self.conduct, state.conductor)
         state.conducted_by(joined)
         return joined
 
@@ -353,8 +340,10 @@ class JoinCoordinator:
             if found.guarded:
                 self._hold()
         self._note_order(found.together, waiting=found.waiting > 0)
+        # the others have no data
+        among = self._control.world_size if self._divide_by_all else found.number
         for state in self._states:
-            _average_over(state, self._control.world_size if self._divide_by_all else found.number)
+            state.gradients.average_over(among)
         return found.together
 
     def _fail(self, text: str) -> NoReturn:
@@ -430,10 +419,3 @@ def _listed(runtimes: Sequence[Runtime]) -> list[Collective]:
         CountTokens(first),
         EndGuard(first),
     ]
-
-
-def _average_over(state: LayerState, ranks: int) -> None:
-    """From now on the layer's gradients are the mean over `ranks` ranks, because the others have no
-    data.
-    """
-    state.gradients.average_over(ranks)
