@@ -20,6 +20,7 @@ from ..access import is_sharded
 from ..guards.module_overrides import Override
 from ..quantized.configured import configured_in
 from ..sequences.causal_lm import causal_lm_loss
+from ..sequences.head import output_head
 from ..sequences.tiles import Tiled
 from .pictures import words_alone
 
@@ -190,17 +191,8 @@ def unplanned(model: nn.Module, layers: list[str], *, images: bool) -> str:
 
 def vocabulary_of(model: nn.Module) -> int:
     """The last dimension of the model's logits. 0: not known."""
-    weight = getattr(output_embeddings_of(model), "weight", None)
+    weight = getattr(output_head(model), "weight", None)
     return int(weight.shape[0]) if isinstance(weight, Tensor) else 0
-
-
-def output_embeddings_of(model: nn.Module) -> Any:
-    """The module that makes the logits. None: not known."""
-    return (
-        model.get_output_embeddings()  # type: ignore[operator]
-        if callable(getattr(model, "get_output_embeddings", None))
-        else None
-    )
 
 
 def chunked_loss_of(

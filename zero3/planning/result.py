@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any
 
@@ -120,20 +120,16 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `--json` prints: the attributes under their names, without `moments`."""
-        return {
-            "peak_bytes": self.peak_bytes, "by_cause": dict(self.by_cause), "unknown":
-            list(self.unknown), "where": self.where,
-            "memory": self.memory, "fits": self.fits, "largest_batch": self.largest_batch,
-            "largest_sequence": self.largest_sequence,
-            "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy":
-            repr(self.policy), "seconds": self.seconds,
-            "attention": dict(self.attention), "parameters": self.parameters, "trainable":
-            self.trainable,
-            "after_forward": self.after_forward, "offloaded_bytes": self.offloaded_bytes,
-            "memory_meant": self.memory_meant, "unplanned": self.unplanned, "dtypes":
-            dict(self.dtypes),
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
+        return found | {
+            "by_cause": dict(self.by_cause),
+            "unknown": list(self.unknown),
+            "advice": list(self.advice),
+            "policy": repr(self.policy),
+            "attention": dict(self.attention),
+            "dtypes": dict(self.dtypes),
             "towers": None if self.towers is None else self.towers._asdict(),
-        }  # fmt: skip
+        }
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
         """Plans the same with other policies, and ranks them: what fits before what does not, the

@@ -84,10 +84,6 @@ class Heap:
         return None
 
 
-def counter_for(device: torch.device) -> Counter:
-    return DeviceMemory(device) if has_streams(device) else Heap()
-
-
 class Watch:
     """Hooks around a model's forward.
 
@@ -105,9 +101,11 @@ class Watch:
     ) -> None:
         self._peak, self._after_forward, self._micro_batches = peak, after_forward, micro_batches
         first = states_of(model)[0]
-        self._rank, self._counter = first.communicator.rank, counter or counter_for(first.device)
+        self._rank = first.communicator.rank
+        device = first.device
+        self._counter = counter or (DeviceMemory(device) if has_streams(device) else Heap())
         # what is there beside the model
-        self._others = self._counter.now() - _held_by(model, first.device)
+        self._others = self._counter.now() - _held_by(model, device)
         self._calls, self._most = 0, 0
         self._hooks = [  # the model holds the watch by them, and not the other way round
             model.register_forward_pre_hook(partial(_before, self)),
