@@ -19,6 +19,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ..checkpoint import file_operations
 from ..checkpoint.progress import progress
@@ -30,7 +31,9 @@ __all__: list[str] = []
 NAME = "convert"
 SUMMARY = "turn a checkpoint of FSDP2, DeepSpeed or plain torch into zero3's, or back"
 
-_FORMATS = (("zero3", ours), ("dcp", dcp), ("deepspeed", deepspeed), ("torch", torch_full))
+_FORMATS = MappingProxyType(
+    {"zero3": ours, "dcp": dcp, "deepspeed": deepspeed, "torch": torch_full}
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
         with ExitStack() as files:
             found = _read(options.input, files)
             found.check()
-            found.leave_out(dict(_FORMATS)[options.to].HOLDS)
+            found.leave_out(_FORMATS[options.to].HOLDS)
             missed = (
                 f"{options.to} checkpoints can't hold these, or not yet: "
                 f"{', '.join(found.left_out)}"
@@ -98,7 +101,7 @@ def _write(found: Run, options: argparse.Namespace) -> None:
     file_operations.remove(temporary)  # of a conversion that was killed
     try:
         with progress(found.nbytes, "writing") as advance:
-            dict(_FORMATS)[options.to].write(found, temporary, advance)
+            _FORMATS[options.to].write(found, temporary, advance)
         os.rename(temporary, options.output)
         file_operations.sync_directory(options.output.absolute().parent)
     except BaseException:
@@ -119,7 +122,7 @@ def _check_output(options: argparse.Namespace) -> None:
 
 
 def _read(path: Path, files: ExitStack) -> Run:
-    for _, format_ in _FORMATS:
+    for format_ in _FORMATS.values():
         if format_.is_one(path):
             with progress(_bytes_of(path), "looking through") as advance:
                 found: Run = format_.read(path, files, advance)
