@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,9 +25,8 @@ from ..core.collectives import Collective, Fetch, Gather, Look, Reduce
 from ..core.layer_state import LayerState, accounts_of
 from ..experts.at_home import AtHome
 from ..faces.quantised import weight_of
-from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy, gradient_dtype
-from ..shard import shard
+from ..shard import logging_only, shard
 from ..towers.gates import Gate
 from .absent import AbsentRanks, Awaited, Issued, SharingRanks
 from .alike import Alike
@@ -48,6 +47,11 @@ OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def _ignore(*_: object) -> None:
     return None
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    """What the log says of a model that is sharded is for those who train it: plans shard many."""
+    return False
 
 
 class Trace:
@@ -91,7 +95,7 @@ class Trace:
         self.trainable = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        with self.ledger, self.kernels, self.ledger.because("chunks"), _without_advice():
+        with self.ledger, self.kernels, self.ledger.because("chunks"), logging_only(_nothing):
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
@@ -104,7 +108,9 @@ class Trace:
         self._observer = _Observer(self.ledger, [self._root, *states])
         for state in states:
             self._observer.watch(state)
-        for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
+        weights = (weight_of(each.sites) for state in states for each in state.parameters)
+        codecs = {id(weight.codec): weight.codec for weight in weights if weight is not None}
+        for codec in codecs.values():
             codec.choose_slices(self._alike.first)
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         if device == "cuda" and not self.offloads:
@@ -159,9 +165,7 @@ class Trace:
 
     @property
     def frozen_buffers(self) -> list[int]:
-        """The bytes of the full buffers of frozen parameters, in the order in which they may stay
-        (`resident_bytes`): the root's first.
-        """
+        """Bytes of frozen full buffers, in the order in which they may stay: the root's first."""
         ordered = sorted(self._chunks, key=lambda each: each[0] is not self._root)
         return [chunk.full_nbytes for _, chunk in ordered if not chunk.shard.requires_grad]
 
@@ -202,9 +206,7 @@ class Trace:
         return self._peaks[*sizes, crowded]
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
-        """What a step after the first does, in order: `Work` of compute, and transfers that are
-        issued and awaited.
-        """
+        """What a step after the first does, in order: compute, transfers, waits."""
         return repeated(
             self.micro_batches(batch, sequence, min(accumulation, STEADY)), accumulation
         )
@@ -234,9 +236,7 @@ class Trace:
     def moved(
         self, loss: Callable[[int, int], Tensor], batch: int, sequence: int
     ) -> tuple[int, int]:
-        """The bytes that come to this rank in a step of one micro-batch, whose `loss` is another,
-        and the exchanges at gates.
-        """
+        """Bytes that come to this rank in a step with another `loss`, and exchanges at gates."""
         given, before = self._loss, self._observer.exchanges
         self._loss = loss
         try:
@@ -351,13 +351,6 @@ def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.
     return made
 
 
-def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:
-    for state in states:
-        for sharded in state.parameters:
-            if (weight := weight_of(sharded.sites)) is not None:
-                yield weight
-
-
 def _name_of(state: LayerState) -> str:
     return state.label.split("'")[1] if "'" in state.label else "the root"
 
@@ -388,14 +381,3 @@ def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:
     """The most bytes that were alive, and what for."""
     highest = max(moments, key=lambda moment: moment.peak)
     return highest.peak, {cause: highest.by_cause[cause] for cause in CAUSES}
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """What the log says of a model that is sharded is for those who train it: plans shard many."""
-    log, nothing = logging.getLogger("zero3"), lambda record: False
-    log.addFilter(nothing)
-    try:
-        yield
-    finally:
-        log.removeFilter(nothing)
