@@ -39,9 +39,7 @@ _PROBLEMS = (
 
 @dataclass
 class Fit:
-    """The match. Keys are ids of the model's tensors. A tied tensor is one tensor with several
-    names.
-    """
+    """The match, by ids of the model's tensors. A tied tensor is one, with several names."""
 
     owner: nn.Module  # the model that the files belong to; for a peft model, its base
     names: dict[int, list[str]]
@@ -137,9 +135,7 @@ def without_adapters(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]
 
 
 class _Fitting:
-    """Takes the stored tensors one by one. Tensors that are made from several stored ones follow at
-    the end.
-    """
+    """Takes stored tensors one by one. Those that are made from several follow at the end."""
 
     def __init__(
         self, model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, nn.Module]

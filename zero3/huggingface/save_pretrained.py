@@ -239,9 +239,7 @@ class Export:
             place += output.nbytes
 
     def _finish(self) -> None:
-        """Gives the files their names, and writes the index and the configuration. Rank 0
-        calls it.
-        """
+        """Names the files, and writes the index and the configuration. Rank 0 calls it."""
         directory = self.directory
         stem = next(iter(self.shards)).partition(".")[0].partition("-")[0]
         index = f"{stem}.safetensors.index.json"
@@ -316,9 +314,7 @@ def _write(walk: WeightWalk, export: Export) -> None:
 
 
 def _held(contents: Contents) -> dict[str, list[tuple[int, Tensor]]]:
-    """Returns this rank's slices of each tensor of the model: the first element's place, and
-    flattened values.
-    """
+    """This rank's slices of each tensor: the first element's place, and flattened values."""
     held: dict[str, list[tuple[int, Tensor]]] = {}
     for chunk in contents.chunks():
         chunk.adopt_values()
@@ -380,9 +376,7 @@ def fill(walk: WeightWalk, export: Export) -> None:
 
 
 def write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
-    """Writes from the tensor's memory if dtype and device allow that, and otherwise through a copy
-    of a few MB.
-    """
+    """Writes from the tensor's memory if it can, and otherwise through a copy of a few MB."""
     if values.device.type == "cpu" and values.dtype == dtype:
         file_operations.write_at(file, where, bytes_of(values))
         return
