@@ -178,9 +178,7 @@ def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Paramete
 
 
 def _dequantised(state: LayerState) -> Iterator[tuple[ShardedParameter, Tensor]]:
-    """The layer's quantised parameters, with the values that they stand for. It gathers one chunk
-    after another, and shows nothing.
-    """
+    """The layer's quantised parameters, with their values: one chunk is gathered after another."""
     for chunk in state.chunks:
         if chunk.read_only:
             own = chunk.shard.data.to(chunk.device)
@@ -198,9 +196,7 @@ def _add_own(
     of: str,
     norm_type: float,
 ) -> None:
-    """Writes the norms of this rank's pieces into `values`, to the power of `norm_type` unless that
-    is infinite.
-    """
+    """Writes the norms of this rank's pieces into `values`, as `_power` gives them."""
     rows = {
         (key.chunk, key.index): row
         for key, row in row_of.items()
