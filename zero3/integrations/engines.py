@@ -75,9 +75,7 @@ class VLLMWeights:
 
 
 def keep_masters(model: nn.Module) -> None:
-    """`model.to(dtype)` does nothing if layers compute in that dtype anyway. TRL converts a model
-    before it generates.
-    """
+    """`model.to(dtype)` of TRL does nothing if layers compute in that dtype anyway."""
     Override(model, "to", _to)
 
 

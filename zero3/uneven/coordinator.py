@@ -100,13 +100,8 @@ class JoinCoordinator:
         returns False if `Join` is disabled.
         """
         self._notify, self._divide_by_all = notify, divide_by_all
-        self.on, self._over, self._scope, self._round, self._announces = (
-            True,
-            False,
-            None,
-            None,
-            False,
-        )
+        self.on, self._over, self._announces = True, False, False
+        self._scope = self._round = None
         self._changes.forget()
         for state in self._states:
             joined = self._join(state)
@@ -284,9 +279,7 @@ class JoinCoordinator:
                 self._follows = False
 
     def _hold(self) -> None:
-        """From now on gradients are staged, as on the ranks with data, which are in a
-        `step_guard`.
-        """
+        """Gradients are staged from now on, as on ranks that are in a `step_guard`."""
         for state in self._states if not self._holds else ():
             state.gradients.begin_guard()
         self._holds = True
