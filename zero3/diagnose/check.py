@@ -196,9 +196,7 @@ def check(
 def _compared(
     expected: dict[str, dict[str, Tensor]], found: dict[str, dict[str, Tensor]], tolerance: float
 ) -> CheckReport:
-    """Compares tensors by kind and name. The last kind has all names, in the order of the
-    report.
-    """
+    """By kind and name. The last kind has all names, in the order of the report."""
     pairs = [
         (name, what, found[what][name], value)
         for what, values in expected.items()
@@ -268,9 +266,7 @@ def _plain_step(
     places: dict[str, _Place],
     step: Callable[[nn.Module], Tensor],
 ) -> Tensor:
-    """`step` of what `plain` is when it is cast as `sharded` is; the gradients go to `plain`, in
-    its own dtypes.
-    """
+    """`step` of `plain`, cast as `sharded` is. The gradients go to `plain`, in its own dtypes."""
     computing = _cast_alike(plain, sharded, places)
     first, value, error = states_of(sharded)[0], torch.zeros(()), None
     try:
@@ -299,9 +295,7 @@ def _plain_step(
 
 
 def _cast_alike(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place]) -> nn.Module:
-    """A copy whose parameters have the dtypes that they are computed with, and whose modules cast
-    what the layers cast.
-    """
+    """A copy with the dtypes of computation, whose modules cast what the layers cast."""
     computing = copy.deepcopy(plain)
     for name, parameter in computing.named_parameters():
         parameter.data = parameter.data.to(places[name].sharded.chunk.compute_dtype)

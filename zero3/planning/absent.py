@@ -100,9 +100,7 @@ class AbsentRanks:
         return _Adding(self, shard, pieces[self.shard_rank], self.shards)
 
     def sum_replicas(self, shard: Tensor) -> Pending:
-        """As that of `MeshCommunicator`. On gloo more than two replicas each add up a part, and
-        gather the parts.
-        """
+        """On gloo more than two replicas each add up a part, and gather the parts."""
         parts = self._replicas if self._replicas > 2 else 1
         own = shard[: -(-shard.numel() // parts)]
         self._move(2 * shard.nbytes * (self._replicas - 1) // self._replicas, own)
@@ -213,9 +211,7 @@ class _Said:
 
 
 class _Adding:
-    """A reduction that adds up when it is waited for: the rank's own summands, and those of the
-    others in the host's memory.
-    """
+    """A reduction that adds up, in the host's memory, when it is waited for."""
 
     def __init__(
         self, ranks: AbsentRanks, shard: Tensor, own: Sequence[Tensor], among: int

@@ -133,9 +133,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._cause = before
 
     def note(self, tensor: Tensor, cause: str | None = None) -> None:
-        """Writes down the tensor's storage, if it is new or has another size now. `cause`: its
-        cause from now on.
-        """
+        """Writes down the tensor's storage. `cause`: its cause from now on."""
         self._see_what_was_resized()
         storage = tensor.untyped_storage()
         address, size = storage._cdata, -(-storage.nbytes() // self._unit) * self._unit
@@ -189,9 +187,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             moment.peak, moment.by_cause, moment.at = self.now, self._totals.copy(), self._clock
 
     def _move(self, held: _Allocation, cause: str) -> None:
-        """What a storage is for may be known only after it was made: the moment's peak learns it
-        too.
-        """
+        """What a storage is for may be known later: the moment's peak learns it too."""
         if ELSEWHERE in (cause, held.cause):
             self._count(held.cause, -held.nbytes)
             self._count(cause, held.nbytes)
