@@ -137,7 +137,7 @@ def calls_of(trace: Trace, setup: Setup) -> int:
 
     sys.setprofile(called)
     try:
-        with trace._counting():
+        with trace.ledger, trace.kernels:
             trace._step(BATCH, setup.sequence, setup.accumulation)
     finally:
         sys.setprofile(None)

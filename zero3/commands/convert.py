@@ -37,25 +37,14 @@ _FORMATS = MappingProxyType(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "input", type=Path, metavar="IN", help="a checkpoint of any of the four systems"
-    )
-    parser.add_argument("output", type=Path, metavar="OUT", help="a path where nothing is yet")
-    parser.add_argument(
-        "--to",
-        choices=["zero3", "torch", "dcp", "deepspeed"],
-        default="zero3",
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="that load what is for DeepSpeed (default: as many as have written IN)",
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="what can't go along is an error, and not left out"
-    )
+    add = parser.add_argument
+    add("input", type=Path, metavar="IN", help="a checkpoint of any of the four systems")
+    add("output", type=Path, metavar="OUT", help="a path where nothing is yet")
+    kinds = ["zero3", "torch", "dcp", "deepspeed"]
+    add("--to", choices=kinds, default="zero3", help="default: %(default)s")
+    ranks = "that load what is for DeepSpeed (default: as many as have written IN)"
+    add("--ranks", type=int, metavar="N", help=ranks)
+    add("--strict", action="store_true", help="what can't go along is an error, and not left out")
 
 
 def run(options: argparse.Namespace) -> None:

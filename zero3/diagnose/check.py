@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,13 +147,10 @@ def check(
             "shard's policy=, or wrap= a function that shards. zero3.report and zero3.profile "
             "take sharded models"
         )
-    sharded = copy.deepcopy(model)
-    sharded = (
-        shard(sharded, policy=policy, process_group=process_group)
-        if wrap is None
-        else wrap(sharded)
-    )
-    communicator, plain = states_of(sharded)[0].communicator, copy.deepcopy(model)
+    wrap = wrap or partial(shard, policy=policy, process_group=process_group)
+    sharded, plain = wrap(copy.deepcopy(model)), copy.deepcopy(model)
+    first = states_of(sharded)[0]
+    communicator = first.communicator
     for tensor in [*plain.parameters(), *plain.buffers()]:
         if communicator.world_size > 1:
             communicator.broadcast(tensor.detach())
@@ -160,17 +158,9 @@ def check(
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad:  # a master copy, as the chunks are
             parameter.data = parameter.data.to(places[name].sharded.chunk.shard.dtype)
-    expected = {
-        "loss": {
-            "": _plain_step(
-                plain,
-                sharded,
-                places,
-                lambda model: _step(model, [*model.parameters()], batch, loss),
-            )
-        }
-    }
-    found = {"loss": {"": _step(sharded, get_trainable_chunk(sharded), batch, loss)}}
+    step = partial(_step, batch=batch, loss=loss, device=first.device)
+    expected = {"loss": {"": _plain_step(plain, sharded, places, step)}}
+    found = {"loss": {"": step(sharded)}}
     expected["gradient"] = {
         n: torch.zeros_like(p) if p.grad is None else p.grad
         for n, p in plain.named_parameters()
@@ -246,14 +236,9 @@ def _tolerance(place: _Place) -> float:
 
 
 def _step(
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    batch: Any,
-    loss: Callable[[nn.Module, Any], Tensor],
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], device: torch.device
 ) -> Tensor:
-    with random_state_kept(
-        next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))
-    ):
+    with random_state_kept(device):
         torch.manual_seed(0)
         value = loss(model, batch)
         value.backward()  # type: ignore[no-untyped-call]

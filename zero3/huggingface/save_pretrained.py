@@ -24,7 +24,7 @@ from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
-from ..comm.plain_values import unreadable
+from ..comm.plain_values import name_of, unreadable
 from ..core.parameters import named
 from ..names import innermost
 from ..optim.state_memory import land_steps
@@ -267,21 +267,13 @@ class Export:
         config = copy.deepcopy(model.config)
         vars(config).pop("quantization_config", None)  # the files hold values
         config.architectures = [type(model).__name__]
-        floating = [
-            output.dtype
-            for shard in self.shards.values()
-            for output in shard
-            if output.dtype.is_floating_point
-        ]
-        if floating:
-            config.dtype = str(floating[0]).removeprefix("torch.")
+        dtypes = (output.dtype for shard in self.shards.values() for output in shard)
+        if floating := [dtype for dtype in dtypes if dtype.is_floating_point]:
+            config.dtype = name_of(floating[0])
         config.save_pretrained(str(self.directory))
         source = Path(str(getattr(model.config, "_name_or_path", "") or ""))
-        beside = (
-            list(_BESIDE)
-            if source.is_dir() and source.resolve() != self.directory.resolve()
-            else []
-        )
+        elsewhere = source.is_dir() and source.resolve() != self.directory.resolve()
+        beside = list(_BESIDE) if elsewhere else []
         if callable(can_generate := getattr(model, "can_generate", None)) and can_generate():
             generation = model.generation_config
             if (

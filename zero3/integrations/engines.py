@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..comm.plain_values import name_of
 from ..guards.module_overrides import Override
 from ..huggingface.outputs import has_adapters
 from ..huggingface.stream_weights import stream_weights
@@ -52,7 +53,7 @@ class VLLMWeights:
         self._stream = stream
         if engine.mode == "server" and engine._weight_metadata is None:
             described = [
-                (output.name, str(output.dtype).removeprefix("torch."), list(output.shape))
+                (output.name, name_of(output.dtype), list(output.shape))
                 for output in stream.outputs
             ]
             vars(engine).update(_weight_metadata=described)

@@ -136,11 +136,9 @@ def _check(checkpoint: Path, communicator: Communicator) -> None:
     theirs = Manifest(checkpoint, {"data": "."}, files)
     for each in (ours, theirs):
         manifest.verify(each, sorted(each.files), communicator.rank, communicator.world_size)
-    random_states = (
-        [f"rng_state_{number}.pth" for number in range(extra["ranks"])]
-        if extra["ranks"] > 1
-        else ["rng_state.pth"]
-    )
+    ranks = extra["ranks"]
+    each_rank = [f"rng_state_{number}.pth" for number in range(ranks)]
+    random_states = each_rank if ranks > 1 else ["rng_state.pth"]
     scaler = [path.name for path in checkpoint.glob("scaler.pt")]
     for name in [*random_states, *scaler][communicator.rank :: communicator.world_size]:
         _check_sums(checkpoint / name)

@@ -147,11 +147,8 @@ def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Paramete
     if not own:
         return {}
     first = states[0]
-    dtype = (
-        torch.float64
-        if any(each.dtype in (torch.float64, torch.complex128) for each in own)
-        else torch.float32
-    )
+    wide = any(each.dtype in (torch.float64, torch.complex128) for each in own)
+    dtype = torch.float64 if wide else torch.float32
     flats = [
         torch.zeros_like(each, layout=torch.strided)
         if each.grad is None

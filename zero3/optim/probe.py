@@ -239,19 +239,9 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
 
 def longest(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
     """The largest of an optimizer's settings that may be a length, as of blocks."""
-    values = [
-        value
-        for key, value in {**vars(optimizer), **group}.items()
-        if key not in (*_OF_ALL, "params")
-    ]
-    return max(
-        (
-            number
-            for number in _numbers([_picture(value) for value in values])
-            if number <= _LONGEST
-        ),
-        default=0,
-    )
+    settings = {**vars(optimizer), **group}.items()
+    pictures = [_picture(value) for key, value in settings if key not in (*_OF_ALL, "params")]
+    return max((number for number in _numbers(pictures) if number <= _LONGEST), default=0)
 
 
 def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[str, Any]:

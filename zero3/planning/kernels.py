@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..comm.plain_values import name_of
+
 __all__: list[str] = []
 
 _ATEN = torch.ops.aten
@@ -251,7 +253,7 @@ def _chosen_by_cuda(asked: _Attention) -> tuple[str, str]:
     fewer = asked.enable_gqa and key.shape[1] != query.shape[1]
     if half and mask is None and one_size and query.shape[-1] <= 256:
         return _FLASH, ""
-    name = str(query.dtype).removeprefix("torch.")
+    name = name_of(query.dtype)
     why = "an attention mask" if mask is not None else "the heads' size" if half else name
     if fewer:
         return _MATH, f"{why} and grouped heads"

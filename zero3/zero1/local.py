@@ -71,10 +71,8 @@ class LocalOptimizers:
             ValueError: The results differ, the optimizer evaluates a closure several times, or
                 `optimizer_class` makes no optimizer. Errors of `optimizer_class` pass through.
         """
-        name, first = (
-            getattr(self.optimizer_class, "__name__", str(self.optimizer_class)),
-            group["params"][0],
-        )
+        name = getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
+        first = group["params"][0]
         ndims = sorted({parameter.ndim for parameter in group["params"]})
         small = torch.zeros((1,) * first.ndim, dtype=first.dtype, device=first.device)
         made = self.make([{**options_of(group), "params": [small]}])
