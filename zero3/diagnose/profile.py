@@ -130,15 +130,15 @@ class _TimedMark:
 
     def wait(self) -> None:
         timed, clock = self._timed, self._recorder.clock
-        if timed.resumed is not None:
+        if timed.resumed is not None or not timed.nbytes:
             self._mark.wait()
             return
-        stopped = clock.now()
-        self._mark.wait()
-        timed.stopped, timed.resumed = stopped, clock.now()
+        with self._recorder.standstill():
+            stopped = clock.now()
+            self._mark.wait()
+            timed.stopped, timed.resumed = stopped, clock.now()
         timed.end = timed.end or timed.resumed
-        if timed.nbytes:
-            self._recorder.transfers.append(timed)
+        self._recorder.transfers.append(timed)
 
 
 class _Timed:
@@ -264,18 +264,14 @@ class _Recorder:
             self.now = before
 
     def exchange(self, what: Exchange, perform: Callable[[], Any]) -> Any:
-        """Whoever computes stands still for it."""
-        running = self._running
-        layer = what.layer.subject.name if running is None else running[0]
-        self.close()
-        begin = self.clock.now()
-        result = perform()
-        end = self.clock.now()
+        layer = what.layer.subject.name if self._running is None else self._running[0]
+        with self.standstill():
+            begin = self.clock.now()
+            result = perform()
+            end = self.clock.now()
         self.transfers.append(
             _Moving(layer, "exchange", _phase(), what.received, begin, end, begin, end)
         )
-        if running is not None:
-            self._open(layer, running[1])
         return result
 
     def count_rows(self, layer: str, rows: list[int], came: list[int]) -> None:
@@ -308,6 +304,15 @@ class _Recorder:
 
     def _open(self, name: str, phase: Phase) -> None:
         self._running = (name, phase, self.clock.now())
+
+    @contextmanager
+    def standstill(self) -> Iterator[None]:
+        """Whoever computes waits."""
+        running = self._running
+        self.close()
+        yield
+        if running is not None:
+            self._open(*running[:2])
 
     def close(self) -> None:
         if self._running is not None:
