@@ -16,11 +16,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import zero3
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "zero3"
+TESTS = Path(__file__).parent
 COLUMNS = 100
 HANDED_ON = "Travelling"  # the record that stages hand on, as `gradient`: each writes into it
 TORCH_S = {"Tensor": torch.Tensor, "nn.Parameter": nn.Parameter}  # as bases of ours, which have fields already
+PUBLIC, FACES = frozenset(zero3.__all__), ("__main__", "integrations")  # a user's names, and modules that users import
 AXES = ("stores", "wires", "stages", "faces", "conductors")  # a file of these rooms is one value of an axis
 LISTS = Path(__file__).with_suffix(".json")
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -198,6 +202,43 @@ def a_small_file_has_more_than_one_reader() -> Iterator[Place]:
             yield file
 
 
+def dotted(node: ast.AST) -> str:
+    """`a.b.c`, or "" if it is no such name."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def inner_names(tree: ast.Module) -> Iterator[str]:
+    """The dotted names of the package's inside that a test's file writes: in an import, as an attribute, or as a text, for `patch`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module != "zero3" or alias.name not in PUBLIC)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        else:
+            name = node.value if isinstance(node, ast.Constant) else dotted(node)
+            if isinstance(name, str) and re.fullmatch(r"zero3(\.\w+)+", name) and name.split(".")[1] not in PUBLIC:
+                yield name
+
+
+def tests_go_through_public_faces() -> Iterator[Place]:
+    """Names of `zero3.__all__`, the command line and the integrations. But for a module's own tests: `tests/core/test_layout.py` may
+    import `core/layout.py`. Each inner module of a file counts once.
+    """
+    for path in sorted(TESTS.rglob("*.py")):
+        modules = set()
+        for name in inner_names(ast.parse(path.read_text())):
+            parts = name.split(".")[1:]
+            paths = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+            inner = name.startswith("zero3.") and parts[0] not in FACES
+            modules |= {next((f"{each}.py" for each in paths if f"{each}.py" in TREES), "")} if inner else set()
+        place = path.relative_to(ROOT).as_posix()
+        own = {each for each in modules if place == "/".join(["tests", *each.split("/")[:-1][:1], f"test_{Path(each).name}"])}
+        yield from (place for module in modules - own if module)
+
+
 def lines_have_at_most_100_columns() -> Iterator[Place]:
     """But for comments to tools at their ends, which can't be broken. (The formatter leaves these out, too.)"""
     code = re.compile(r"\s*# (type: ignore|noqa|fmt: ).*")
@@ -217,6 +258,7 @@ LAWS: dict[str, Callable[[], Iterator[Place]]] = {
         a_function_has_at_most_30_statements,
         a_small_file_has_more_than_one_reader,
         lines_have_at_most_100_columns,
+        tests_go_through_public_faces,
     )
 }
 

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support import processes
+from tests.support.inside import chunks_of
 from tests.support.models import WORLDS
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, by_shard, check_parity, process_group, sgd
 from tests.support.stacks import Stack, loss_of, stack, train
 from zero3 import ShardingPolicy
-from zero3.access import states_of
-from zero3.core.layer_state import Presence
 
 POLICIES = [ShardingPolicy(), ShardingPolicy(reshard_after_forward=False), ShardingPolicy(stage=2), ShardingPolicy(transactional=True)]
 
@@ -76,7 +75,7 @@ def test_what_is_fetched_by_hand_is_gathered_again_only_after_a_change(update: s
         model: Stack = zero3.shard(models[group.rank], process_group=group)
         group.log.clear()
         zero3.fetch(model)
-        layers = len(states_of(model))
+        layers = zero3.report(model).layers
         assert len(gathers(group)) == layers
         with torch.no_grad():
             loss_of(model, Turn(0, 0, 1))
@@ -86,7 +85,7 @@ def test_what_is_fetched_by_hand_is_gathered_again_only_after_a_change(update: s
         assert not gathers(group), "neither forward nor backward"
         losses.append(step(model, zero3.get_trainable_chunk(model)))
         assert len(gathers(group)) == layers, "once, for the new values"
-        assert all(chunk.full.filled for state in states_of(model) for chunk in state.chunks)
+        assert all(chunk.full.filled for chunk in chunks_of(model))
         with pytest.raises(RuntimeError, match="is released"):
             model.blocks[0].module.up.weight.sum()
         zero3.release(model)
@@ -130,12 +129,14 @@ def test_set_forward_order_prefetches_in_the_first_forward_and_compares_nothing(
         model: Stack = zero3.shard(told[group.rank], process_group=group)
         order = [model.embed, *model.blocks, model.head]
         zero3.set_forward_order(model, order)
-        ahead = model.blocks[1]._state
-        inside: list[Presence] = []
-        model.blocks[0].module.register_forward_pre_hook(lambda *_: inside.append(ahead.presence))
+        inside: list[int] = []
+        for each in (untold, model):
+            each.blocks[0].module.register_forward_pre_hook(
+                lambda *_: inside.append(sum(entry.kind == "all_gather" for entry in group.log))
+            )
         first = fetched_first(untold, group)
         second = fetched_first(model, group)
-        assert inside == [Presence.FETCHING]
+        assert inside[1] == inside[0] + 1, "the next block is under way"
         assert [entry for entry in first if entry.kind == "all_gather"] == [entry for entry in second if entry.kind == "all_gather"]
         assert [entry.kind for entry in second].count("exchange") < [entry.kind for entry in first].count("exchange")
         wrong = zero3.shard(built_again[group.rank], process_group=group)

@@ -11,7 +11,6 @@ import torch
 
 import zero3
 from tests.support.models import WIDTH, linear, mlp, rows
-from zero3.comm.plain_values import encode, integer
 
 numpy = pytest.importorskip("numpy")
 
@@ -30,6 +29,11 @@ def one_save(n: Any, path: Path) -> Any:
     for step in range(3):
         zero3.save_checkpoint(path / str(step), model, keep_last=n)
     return len(list(path.iterdir()))
+
+
+def one_extra(n: Any, path: Path) -> Any:
+    zero3.save_checkpoint(path, sharded(), extra={"step": n})
+    return zero3.load_checkpoint(path, sharded())
 
 
 def one_plan(n: Any) -> Any:
@@ -57,7 +61,7 @@ TAKES: dict[str, Callable[[Any, Path], Any]] = {
     "stream_weights": lambda n, path: len(list(zero3.stream_weights(sharded(), max_bytes=n))),
     "BatchFinder": lambda n, path: next(zero3.BatchFinder(sharded(), n).micro_batches(rows(3))).rows,
     "shard": lambda n, path: zero3.is_sharded(zero3.shard(mlp(), layers=[torch.nn.Sequential], world_size=n - 1, rank=n - 2)),
-    "extra": lambda n, path: encode({"step": n}, "extra", lambda tensor: tensor),
+    "extra": one_extra,
 }
 
 
@@ -69,11 +73,12 @@ def test_an_option_takes_integers_of_numpy(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [True, 2.0, "2", None, numpy.float64(2), numpy.bool_(True)], ids=repr)
-def test_what_is_no_integer_is_none(value: Any) -> None:
-    assert integer(value) is None
+def test_what_is_no_integer_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="prefetch_depth must be an integer"):
+        zero3.ShardingPolicy(prefetch_depth=value)
 
 
-def test_a_time_of_numpy_is_no_integer_of_extra() -> None:
+def test_a_time_of_numpy_is_no_integer_of_extra(tmp_path: Path) -> None:
     """numpy counts it among integers."""
     with pytest.raises(TypeError, match=r"^extra is a datetime\.timedelta: checkpoints"):
-        encode(numpy.timedelta64(5, "s"), "extra", lambda tensor: tensor)
+        zero3.save_checkpoint(tmp_path, sharded(), extra=numpy.timedelta64(5, "s"))

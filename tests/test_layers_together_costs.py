@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import zero3
+from tests.support.inside import presences
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, assert_close
 from tests.support.stacks import WIDTH, Block, built, loss_of, stack, train
 from tests.test_layers_together import Odd, layers_of, shard, state_at
 from zero3 import ShardingPolicy
-from zero3.core.layer_state import Presence
-from zero3.layer import states_in
 
 
 def gathered(group: ThreadCommunicator) -> list[Any]:
@@ -48,15 +47,14 @@ def test_a_layer_of_several_modules_is_gathered_once_a_forward_and_once_a_backwa
 def test_a_layer_of_several_modules_is_released_after_the_last_of_them() -> None:
     def body(group: ThreadCommunicator) -> None:
         plain: Any = stack(4)
-        layers, seen = [*layers_of(plain), plain.blocks[3]], dict[str, Presence]()
+        layers, seen = [*layers_of(plain), plain.blocks[3]], dict[str, str]()
         model = zero3.shard(plain, layers, process_group=group, policy=ShardingPolicy(prefetch_depth=0))
         state = state_at(model, "blocks.0")
         for name in ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"):
-            model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.update({name: state.presence}))
+            model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.update({name: state.presence.value}))
         loss_of(model, Turn(0, 0, 1))
-        released, fetched = Presence.RELEASED, Presence.FETCHED
         # blocks 0 and 2 compute; in between their parameters are hidden, though they are in memory
-        assert seen == {"blocks.0": fetched, "blocks.1": Presence.KEPT, "blocks.2": fetched, "blocks.3": released, "head": released}
+        assert seen == {"blocks.0": "fetched", "blocks.1": "kept", "blocks.2": "fetched", "blocks.3": "released", "head": "released"}
 
     run_ranks(2, body)
 
@@ -79,7 +77,7 @@ def test_a_forward_that_raises_between_two_modules_of_a_layer_leaves_nothing_fet
                 parameter.add_(0.1)  # what is fetched is old from now on
         assert_close([loss_of(model, Turn(0, 0, 1)).detach()], [loss_of(expected, Turn(0, 0, 1)).detach()], 1e-12, "the loss")
         zero3.reset(model)
-        assert {state.presence for state in states_in(model)} == {Presence.RELEASED}
+        assert set(presences(model)) == {"released"}
 
     run_ranks(2, body)
 

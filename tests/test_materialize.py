@@ -18,7 +18,6 @@ from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_close, process_group
 from tests.support.stacks import WIDTH, Block, Stack, loss_of, stack, train
-from zero3.access import states_of
 
 Init = Callable[[nn.Module], Any] | None
 
@@ -267,7 +266,7 @@ def test_materialize_holds_one_layer_at_a_time(init: Init) -> None:
     """Rank 0 of 4: its chunks, the largest layer, and the states of generators."""
     model = on_meta(lambda: Stack(*[Block(2000 + i) for i in range(12)]))
     model = zero3.shard(model, process_group=LonelyCommunicator(4), device="cpu")
-    largest, chunks, live = max(state.full_nbytes() for state in states_of(model)), sum(c.nbytes for c in model.parameters()), LiveBytes()
+    largest, chunks, live = zero3.report(model).largest_layer_bytes, sum(c.nbytes for c in model.parameters()), LiveBytes()
     with live:
         peak = live.peak_of(lambda: zero3.materialize(model, init))
     assert chunks + largest < peak < chunks + largest + 2**16 < chunks + 2 * largest

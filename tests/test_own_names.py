@@ -19,7 +19,6 @@ from tests.support.checkpoints import Block, assert_same, odd, on_ranks, train
 from tests.support.pretrained import assert_same_bits, on_meta
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
-from zero3.core.parameters import own_name
 
 
 def checkpointed(model: nn.Module, kind: type[nn.Module] = Block) -> nn.Module:
@@ -185,20 +184,6 @@ def test_errors_call_parameters_by_their_own_names(moment: str) -> None:
             zero3.load_full_state_dict(model, given)
 
     on_wrapped(2, "apply_activation_checkpointing", moment, body)
-
-
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("_orig_mod.a.weight", "a.weight"),
-        ("a._checkpoint_wrapped_module._orig_mod.weight", "a.weight"),
-        ("my_orig_mod.weight", "my_orig_mod.weight"),
-        ("a._orig_mod", "a._orig_mod"),
-        ("a._orig_modules.weight", "a._orig_modules.weight"),
-    ],
-)
-def test_only_whole_parts_of_a_name_are_prefixes(name: str, own: str) -> None:
-    assert own_name(name) == own
 
 
 @moments

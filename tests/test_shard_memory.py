@@ -11,21 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import held_bytes, whole_bytes
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest
 from tests.support.stacks import WIDTH, Block, Stack, built, loss_of, stack, train, words_of
-from zero3.access import states_of
 from zero3.checkpoint import full_state
-
-
-def held(model: nn.Module) -> dict[str, int]:
-    """Bytes of the full buffers that have memory now, by layer."""
-    sizes = {}
-    for state in states_of(model):
-        nbytes = sum(chunk.full.tensor.untyped_storage().nbytes() for chunk in state.chunks)
-        if nbytes:
-            sizes[state.label.split("'")[1] if "'" in state.label else "root"] = nbytes
-    return sizes
 
 
 def test_the_middle_of_a_step_holds_neither_the_embedding_nor_the_head() -> None:
@@ -38,11 +28,11 @@ def test_the_middle_of_a_step_holds_neither_the_embedding_nor_the_head() -> None
         seen: dict[str, dict[str, int]] = {}
 
         def look(module: nn.Module, args: Any, output: Tensor) -> None:
-            seen["forward"] = held(model)
-            output.register_hook(lambda gradient: seen.update({"before its backward": held(model)}))
+            seen["forward"] = held_bytes(model)
+            output.register_hook(lambda gradient: seen.update({"before its backward": held_bytes(model)}))
 
         model.blocks[2].module.register_forward_hook(look)
-        model.blocks[2].module.up.register_full_backward_hook(lambda *_: seen.update({"in its backward": held(model)}))
+        model.blocks[2].module.up.register_full_backward_hook(lambda *_: seen.update({"in its backward": held_bytes(model)}))
         for _ in range(3):  # the first learns the order, so it fetches nothing ahead
             train(model, Turn(group.rank, 0, 2))
         assert set(seen) == {"forward", "before its backward", "in its backward"}
@@ -73,7 +63,7 @@ class Choosy(Stack):
 
 def in_orders(group: ThreadCommunicator, model: Choosy, orders: list[tuple[int, ...]]) -> tuple[list[list[str]], list[int]]:
     """For each order one evaluation: what was gathered (by block) and run, in turn; and how many words ranks exchanged."""
-    sizes = {state.full_nbytes() // 8: state.label.split("'")[1] for state in states_of(model) if "'" in state.label}
+    sizes = {nbytes // 8: name for name, nbytes in whole_bytes(model).items()}
     events: list[str] = []
     for index in range(len(model.blocks)):
         model.blocks[index].module.register_forward_pre_hook(lambda module, args, index=index: note(f"run {index}"))
@@ -132,7 +122,7 @@ def test_full_state_dict_holds_one_layer_at_a_time() -> None:
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(models[group.rank], process_group=group)
         most: list[int] = []
-        group.before = lambda kind: most.append(len(held(model)))
+        group.before = lambda kind: most.append(len(held_bytes(model)))
         saved = zero3.full_state_dict(model)
         zero3.load_full_state_dict(model, saved)
         assert len(most) >= 14 and max(most) <= 1
@@ -186,7 +176,7 @@ def test_full_params_of_a_part_gathers_that_part(part: str, writeback: bool) -> 
         model = zero3.shard(models[group.rank], process_group=group)
         module = find(model)
         with zero3.full_params(module, writeback=writeback), torch.no_grad():
-            assert set(held(model)) == layers
+            assert set(held_bytes(model)) == layers
             assert [name for name, _ in module.named_parameters()] == [name for name, _ in find(plain).named_parameters()]
             for parameter in module.parameters():
                 parameter.mul_(2 if group.rank == 0 else 3)  # rank 0's values win

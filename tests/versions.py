@@ -38,7 +38,7 @@ TESTS = ROOT / "tests"
 ALL = tuple(sorted({path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")} - NOT))
 MODELS = (  # of ALL, what uses transformers or peft
     "huggingface", "core/test_common_modules.py", "guards/test_new_parameters.py", "core/test_precision_processes.py",
-    "guards/test_requires_grad.py", "core/test_tensors_in.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
+    "guards/test_requires_grad.py", "core/test_autograd.py", "checkpoint/test_end_to_end.py", "resilience/test_restarts.py", "uneven",
     "commands", "examples", "experts/test_models.py", "integrations", "offload", "planning", "quantized", "sequences",
     "towers/test_transformers.py",
     "test_auto_wrap.py", "test_forward_methods.py", "test_generate.py", "test_group_adapters.py", "test_materialize.py",

@@ -13,10 +13,9 @@ from torch import nn
 
 import zero3
 from tests.huggingface.test_save_pretrained import contents
-from tests.support.checkpoints import assert_same
+from tests.support.checkpoints import assert_same, rewrite
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
-from zero3.checkpoint import manifest as manifests
 
 WIDE = 3
 
@@ -88,7 +87,7 @@ def test_load_checkpoint_of_other_extra_state(tmp_path: Path) -> None:
     ):
         rewritten = json.loads(json.dumps(manifest))
         change(rewritten["extra_states"])
-        _rewrite(tmp_path, rewritten)
+        rewrite(tmp_path, rewritten)
 
         def refused(group: ThreadCommunicator, message: str = message) -> None:
             model = keeping(0, group)
@@ -97,12 +96,6 @@ def test_load_checkpoint_of_other_extra_state(tmp_path: Path) -> None:
             assert kept(model)[0]["steps"] == 0
 
         run_ranks(2, refused)
-
-
-def _rewrite(directory: Path, content: dict[str, Any]) -> None:
-    content = {key: value for key, value in content.items() if key != "sha256"}
-    content["sha256"] = manifests._own_hash(content)
-    (directory / "manifest.json").write_text(json.dumps(content))
 
 
 def test_save_pretrained_and_load_pretrained_keep_extra_state_that_is_a_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

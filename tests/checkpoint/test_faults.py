@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,10 @@ import torch
 from torch import nn
 
 import zero3
+from tests.support import disk
 from tests.support.checkpoints import OPTIMIZERS, assert_same, train
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
-from zero3.checkpoint import file_operations
-
-OPERATIONS = [name for name, value in vars(file_operations).items() if callable(value) and value.__module__ == file_operations.__name__]
-OPERATIONS = [name for name in OPERATIONS if not name.startswith("_")]
 
 
 class Killed(BaseException):
@@ -62,11 +59,12 @@ class Faults:
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+def faults() -> Iterator[Faults]:
     found = Faults()
-    for name in OPERATIONS:
-        monkeypatch.setattr(file_operations, name, found.wrap(name, getattr(file_operations, name)))
-    return found
+    with ExitStack() as replaced:
+        for name, operation in disk.OPERATIONS.items():
+            replaced.enter_context(disk.replaced(name, found.wrap(name, operation)))
+        yield found
 
 
 def small() -> nn.Module:
@@ -205,8 +203,6 @@ def test_save_checkpoint_in_the_background_fails_when_it_is_waited_for(
         assert threading.current_thread().name == "zero3.save_checkpoint"
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(file_operations, "write", full)
-
     def body(group: ThreadCommunicator) -> None:
         model, optimizer = sharded(group)
         zero3.load_checkpoint(directory / "b", model, optimizer)
@@ -215,7 +211,8 @@ def test_save_checkpoint_in_the_background_fails_when_it_is_waited_for(
         with pytest.raises(OSError, match=r"rank 0: .*full"):
             saving.wait()
 
-    run_ranks(2, body)
+    with disk.replaced("write", full):
+        run_ranks(2, body)
     step, found = loaded(directory / "b")
     assert_same(found, start[1][step])
 
@@ -232,13 +229,11 @@ def die_while_saving(rank: Rank, directory: str, victim: int, operation: str, co
         seen += 1
         if seen == count:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*given)
+        return disk.OPERATIONS[operation](*given)
 
-    original = getattr(file_operations, operation)
-    if rank.number == victim:
-        setattr(file_operations, operation, dying)
     try:
-        zero3.save_checkpoint(Path(directory) / "b", model, optimizer, extra={"step": 2}, keep_last=1)
+        with disk.replaced(operation, dying) if rank.number == victim else nullcontext():
+            zero3.save_checkpoint(Path(directory) / "b", model, optimizer, extra={"step": 2}, keep_last=1)
     except RuntimeError as error:
         return str(error)
     return "saved"

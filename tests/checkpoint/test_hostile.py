@@ -15,10 +15,9 @@ import torch
 import zero3
 from tests.checkpoint.test_integrity import MODEL, OPTIMIZER, build, data, is_linear, refused, rewrite
 from tests.checkpoint.test_integrity import saved as saved  # a fixture
-from tests.support.checkpoints import on_ranks
+from tests.support.checkpoints import content_of, on_ranks
 from tests.support.ranks import ThreadCommunicator
 from zero3.__main__ import main
-from zero3.checkpoint import manifest
 
 
 def link(path: Path, to: Path) -> None:
@@ -72,7 +71,7 @@ def test_keep_last_does_not_reach_through_links(saved: Path, tmp_path: Path) -> 
         for name in "bc":
             zero3.save_checkpoint(tmp_path / "run" / name, model, optimizer, keep_last=2, run=run)
 
-    run = manifest.read(saved / "two").content["run"]
+    run = content_of(saved / "two")["run"]
     on_ranks(2, body, build=build, layers=is_linear)
     assert sorted(os.listdir(tmp_path / "run")) == ["b", "best", "c", "debris", "latest"]
     assert (tmp_path / "best" / "manifest.json").is_file() and (tmp_path / "debris" / "data-0123456789abcdef").is_dir()

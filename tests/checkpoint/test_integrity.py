@@ -140,9 +140,8 @@ def test_load_checkpoint_with_a_foreign_file(name: str, saved: Path, tmp_path: P
 
 
 def test_no_bit_of_the_manifest_goes_unnoticed(saved: Path, tmp_path: Path) -> None:
-    """As read by zero3.checkpoint.manifest itself, which every load does first; a load of one of them by all ranks."""
-    from zero3.checkpoint import manifest
-
+    """Of a load by one rank for each bit; and a load of one of them by all ranks."""
+    model = zero3.shard(build(), is_linear)
     shutil.copytree(saved / "one", tmp_path / "one")
     path = tmp_path / "one" / "manifest.json"
     original = path.read_bytes()
@@ -157,7 +156,7 @@ def test_no_bit_of_the_manifest_goes_unnoticed(saved: Path, tmp_path: Path) -> N
             pass
         path.write_bytes(changed)
         with pytest.raises(ValueError, match=r"manifest\.json"):
-            manifest.read(tmp_path / "one")
+            zero3.load_checkpoint(tmp_path / "one", model)
     refused(tmp_path / "one", r"manifest\.json", 2)
     path.write_bytes(original[: len(original) // 2])
     refused(tmp_path / "one", r"manifest\.json is corrupt", 2)

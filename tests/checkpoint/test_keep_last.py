@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from torch import nn
 
 import zero3
 from tests.checkpoint.test_save_and_load import save
-from tests.support.checkpoints import on_ranks
+from tests.support import disk
+from tests.support.checkpoints import content_of, on_ranks, rewrite
+from tests.support.inside import states_of
 from tests.support.ranks import ThreadCommunicator
-from zero3.access import states_of
-from zero3.checkpoint import file_operations, manifest
 
 
 def test_keep_last_and_latest_checkpoint(tmp_path: Path) -> None:
@@ -40,13 +41,18 @@ def test_keep_last_and_latest_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "mine" / "data.txt").read_text() == "precious"
 
 
-def test_a_checkpoint_that_is_deleted_is_none_from_the_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_deleted_is_none_from_the_first_moment(tmp_path: Path) -> None:
     """Whoever reads while it goes, or after a deletion that was cut off, must not take it for whole."""
-    zero3.save_checkpoint(tmp_path / "a", nn.Sequential(zero3.Zero3Layer(nn.Linear(2, 2))))
-    there: list[bool] = []
-    remove = file_operations.remove
-    monkeypatch.setattr(file_operations, "remove", lambda path: (there.append((tmp_path / "a/manifest.json").exists()), remove(path)))
-    manifest.delete(tmp_path / "a")
+    model, there = solo(), list[bool]()
+    zero3.save_checkpoint(tmp_path / "a", model)
+
+    def remove(path: Path) -> None:
+        if path.is_relative_to(tmp_path / "a"):
+            there.append((tmp_path / "a/manifest.json").exists())
+        disk.OPERATIONS["remove"](path)
+
+    with disk.replaced("remove", remove):
+        zero3.save_checkpoint(tmp_path / "b", model, keep_last=1)
     assert there and not any(there) and not (tmp_path / "a").exists()
 
 
@@ -81,14 +87,12 @@ def solo() -> Any:
 
 
 def run_of(path: Path) -> Any:
-    return manifest.read(path).content.get("run")
+    return content_of(path).get("run")
 
 
 def without_run(path: Path) -> None:
     """As other systems' checkpoints are converted."""
-    found = manifest.read(path)
-    content = {key: value for key, value in found.content.items() if key not in ("run", "sha256", "files")}
-    manifest.write(path, content, found.files, str(found.content["data"]).removeprefix("data-"))
+    rewrite(path, {key: value for key, value in content_of(path).items() if key != "run"})
 
 
 def test_keep_last_deletes_checkpoints_of_its_own_run_only(tmp_path: Path) -> None:
@@ -158,6 +162,10 @@ def test_a_run_without_a_name_is_refused(run: Any, kind: type[Exception], tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def names_in(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir()) if path.exists() else []
+
+
 class Killed(BaseException):
     pass
 
@@ -166,33 +174,36 @@ CHANGES = ("make_directory", "create", "write", "sync", "sync_directory", "repla
 
 
 @pytest.mark.parametrize("deletes", [False, True])
-def test_keep_last_leaves_what_a_save_or_a_deletion_of_another_run_has_left(
-    deletes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keep_last_leaves_what_a_save_or_a_deletion_of_another_run_has_left(deletes: bool, tmp_path: Path) -> None:
     """Wherever a process was killed: its own run removes that."""
     model, other, left, number = solo(), solo(), 0, 0
     while True:
         directory = tmp_path / str(number)
         if deletes:
             zero3.save_checkpoint(directory / "cut off", model, run="long")
-        with monkeypatch.context() as killing:
+        with ExitStack() as killing:
             steps = iter(range(number))
 
             def step(change: Any, *given: Any, steps: Any = steps) -> Any:
+                if deletes and not (isinstance(given[0], Path) and given[0].is_relative_to(directory / "cut off")):  # noqa: B023
+                    return change(*given)  # of the save that deletes it
                 if next(steps, None) is None:  # and nothing after it
                     raise Killed
                 return change(*given)
 
             for change in CHANGES:
-                killing.setattr(file_operations, change, partial(step, getattr(file_operations, change)))
+                killing.enter_context(disk.replaced(change, partial(step, disk.OPERATIONS[change])))
             try:
-                manifest.delete(directory / "cut off") if deletes else zero3.save_checkpoint(directory / "cut off", model, run="long")
+                if deletes:
+                    zero3.save_checkpoint(directory / "next", model, run="long", keep_last=1)
+                else:
+                    zero3.save_checkpoint(directory / "cut off", model, run="long")
                 break
             except Killed:
                 pass
-        there = sorted(file_operations.names_in(directory / "cut off"))
+        there = names_in(directory / "cut off")
         zero3.save_checkpoint(directory / "tried", other, run="tried", keep_last=1)
-        assert sorted(file_operations.names_in(directory / "cut off")) == there
+        assert names_in(directory / "cut off") == there
         whole = (directory / "cut off" / "manifest.json").exists()
         zero3.save_checkpoint(directory / "long", model, run="long", keep_last=1)
         assert not there or not (directory / "cut off").exists(), there

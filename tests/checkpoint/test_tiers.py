@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zero3
-from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, plain, train
+from tests.support import disk
+from tests.support.checkpoints import OPTIMIZERS, assert_same, content_of, odd, on_ranks, plain, train
 from tests.support.processes import Rank
 from tests.support.processes import on_ranks as on_processes
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
-from zero3.checkpoint import manifest, numbered
-from zero3.checkpoint.numbered import next_number
 
 Hosts = Sequence[int]  # the host of each rank
 
@@ -85,7 +84,7 @@ def test_local_checkpoint_on_the_same_hosts_moves_rank_0_s_file_alone(tmp_path: 
         came = sorted({*before[n], "model-00000-of-00003.safetensors"})
         assert files(host(tmp_path, n)) == came
         (checkpoint,) = host(tmp_path, n).iterdir()
-        assert sorted(path.name for path in checkpoint.iterdir()) == [manifest.parse(checkpoint / manifest.NAME)["data"], "manifest.json"]
+        assert sorted(path.name for path in checkpoint.iterdir()) == [content_of(checkpoint)["data"], "manifest.json"]
     check(tmp_path, expected, hosts)  # again: all is there
 
 
@@ -143,7 +142,7 @@ def test_local_checkpoint_that_a_crash_left_on_some_hosts_is_passed_over(tmp_pat
         zero3.save_checkpoint(host(tmp_path, group.rank) / "new", model, optimizer, local=True)
 
     on_ranks(2, body)
-    numbers = [manifest.parse(host(tmp_path, n) / "new" / manifest.NAME)["number"] for n in hosts]
+    numbers = [content_of(host(tmp_path, n) / "new")["number"] for n in hosts]
     assert numbers == [2, 2]
     (host(tmp_path, 1) / "new" / "manifest.json").unlink()
 
@@ -230,7 +229,9 @@ def test_latest_checkpoint_over_a_fast_directory_and_a_slow_one(tmp_path: Path) 
 
     assert on_ranks(2, body) == [[(not step % 2, f"step-{step}") for step in range(1, 6)]] * 2
     assert [path.name for path in slow.iterdir()] == ["step-4"]
-    assert next_number(slow / "new") == 5
+    shutil.copytree(slow, tmp_path / "as slow")
+    zero3.save_checkpoint(tmp_path / "as slow" / "new", zero3.shard(nn.Sequential(nn.Linear(2, 2)), nn.Linear))
+    assert content_of(tmp_path / "as slow" / "new")["number"] == 5
     shutil.rmtree(host(tmp_path, 1))
 
     def find(model: Any, optimizer: Any, group: ThreadCommunicator) -> Any:
@@ -284,26 +285,18 @@ def test_local_and_replicas_are_checked_before_anything_is_written(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_local_checkpoint_under_an_old_name_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero3.checkpoint import file_operations
-
+def test_local_checkpoint_under_an_old_name_and_a_full_disk(tmp_path: Path) -> None:
     saved(tmp_path, [0, 1], "same")
     expected = saved(tmp_path, [0, 1], "same")
     check(tmp_path, expected, [0, 1])
-    write = file_operations.write_at
-
-    def full(file: Any, offset: int, view: memoryview) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(file_operations, "write_at", full)
 
     def body(model: Any, optimizer: Any, group: ThreadCommunicator) -> None:
         with pytest.raises(OSError, match="No space left"):
             zero3.save_checkpoint(host(tmp_path, group.rank) / "new", model, optimizer, local=True, replicas=1)
         assert not (host(tmp_path, group.rank) / "new").exists()
 
-    on_ranks(2, body)
-    monkeypatch.setattr(file_operations, "write_at", write)
+    with disk.replaced("write_at", disk.full):
+        on_ranks(2, body)
     check(tmp_path, expected, [0, 1])
 
 
@@ -352,22 +345,20 @@ def test_load_checkpoint_looks_at_each_copy_that_it_reads(tmp_path: Path) -> Non
     on_ranks(2, body)
 
 
-def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = numbered._views
-
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(nn.Sequential(nn.Linear(2, 2)), nn.Linear, process_group=group)
 
-        def views(roots: Any, run: Any) -> Any:
-            if roots[0].name == "1":
-                raise OSError(5, "made up")
-            return real(roots, run)
-
-        monkeypatch.setattr(numbered, "_views", views)
         with pytest.raises(OSError, match=r"rank 1.*made up"):
             zero3.latest_checkpoint(tmp_path / str(group.rank), model=model)
 
-    run_ranks(2, body)
+    def names_in(path: Path) -> Any:
+        if path.name == "1":
+            raise OSError(5, "made up")
+        return disk.OPERATIONS["names_in"](path)
+
+    with disk.replaced("names_in", names_in):
+        run_ranks(2, body)
 
 
 def test_a_directory_that_may_not_be_searched_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

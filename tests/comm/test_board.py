@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
+from tests.support.inside import states_of
 from tests.support.models import mlp, rows
 from tests.support.processes import PROMPT, Rank, in_child, on_ranks, try_on_ranks
 from zero3.comm import board
 from zero3.comm.board import Board, board_for, numbered
-from zero3.layer import states_in
 
 Places = list[tuple[str, list[int]]]
 """Where a rank meets whom, one after another."""
@@ -218,7 +218,7 @@ def after_its_end(rank: Rank, replicas: int, forked: bool) -> str:
     model = sharded(init_device_mesh("cpu", (replicas, 2 // replicas), mesh_dim_names=("dp_replicate", "dp_shard")))
     if forked:
         return in_child(lambda: model(rows(2)).sum().backward())
-    communicator, held = states_in(model)[0].communicator, dist.group.WORLD
+    communicator, held = states_of(model)[0].communicator, dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()
     assert held is not None

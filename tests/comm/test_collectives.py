@@ -22,7 +22,6 @@ from zero3.comm.factory import communicator_for
 from zero3.comm.gloo import GlooCommunicator
 from zero3.comm.process_group import GroupCommunicator
 from zero3.comm.shared_memory import neighbours
-from zero3.comm.shared_memory.neighbours import SWITCH
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 7, 1001, 65537]  # of a chunk: odd, across the sizes at which gloo and kernels change their ways
@@ -41,7 +40,7 @@ def by(rank: Rank, way: str, body: Callable[..., Any], *arguments: Any) -> Any:
     """`body(rank, *arguments)`, whose transfers go that way. "two hosts": of two ranks each; what is left over is on a third."""
     host = rank.number // 2 if way == "two hosts" else 0
     with (
-        mock.patch.dict(os.environ, {SWITCH: "0" if way == "sockets" else "1"}),
+        mock.patch.dict(os.environ, {"ZERO3_HOST_MEMORY": "0" if way == "sockets" else "1"}),
         mock.patch.object(neighbours, "_network", return_value=host),
     ):
         return body(rank, *arguments)
@@ -276,7 +275,7 @@ def gathered_in_part(rank: Rank) -> list[float]:
     part = dist.new_group([2, 1])
     if rank.number == 0:
         return []
-    with mock.patch.dict(os.environ, {SWITCH: "0"}):
+    with mock.patch.dict(os.environ, {"ZERO3_HOST_MEMORY": "0"}):
         mine, full = communicator_for(part, torch.device("cpu")), torch.zeros(2)
         mine.all_gather(full, torch.tensor([float(rank.number)])).wait()
         summed = torch.empty(1)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from tests.comm.test_collectives import by, communicator, torch_reduce_scatter
 from tests.support.processes import Rank, on_ranks
-from zero3.comm.streams import OnHost
 
 
 def bytes_sent() -> int:
@@ -102,11 +101,3 @@ def test_a_transfer_goes_on_beside_the_computation(kind: str) -> None:
         if all(after < 0.3 * at_once for _, at_once, after in measured):
             return
     raise AssertionError(f"(begin, wait at once, wait after a sleep), on each rank: {measured}")
-
-
-def test_a_copy_of_what_is_on_the_host_is_made_at_once() -> None:
-    given = torch.arange(3)
-    copied = OnHost(given)
-    assert copied.ready() and torch.equal(copied.tensor(), given)
-    given.zero_()
-    assert copied.tensor().tolist() == [0, 1, 2], "a copy"

@@ -17,13 +17,13 @@ from torch import Tensor
 
 import zero3
 from tests.huggingface.test_save_pretrained import contents
+from tests.support import disk
 from tests.support.architectures import ARCHITECTURES
 from tests.support.checkpoints import odd, on_ranks, train
 from tests.support.pretrained import assert_same_bits
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from zero3.__main__ import main
-from zero3.checkpoint import file_operations
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +172,7 @@ def test_export_finds_wrong_arguments_before_it_writes(
 def test_export_that_fails_leaves_nothing(
     llama: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(file_operations, "sync", full)
+    with disk.replaced("sync", disk.full):
         assert main(["export", str(llama[0]), str(tmp_path / "out")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -17,11 +17,11 @@ from torch import nn
 import zero3
 from tests.checkpoint.test_nothing_is_unpickled import Trap
 from tests.formats.test_round_trips import convert, fails, saved
-from tests.support.checkpoints import assert_same, odd
+from tests.support import disk
+from tests.support.checkpoints import assert_same, content_of, odd
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import run_ranks
 from zero3.__main__ import main
-from zero3.checkpoint import file_operations, manifest
 
 
 def one() -> nn.Module:
@@ -67,11 +67,15 @@ def test_the_default_is_ours(run: Path, tmp_path: Path) -> None:
     assert main(["inspect", str(tmp_path / "ours"), "--verify", "--json"]) == 0
 
 
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 class FailsAt:
-    """In place of one of file_operations: the call of this number says that the disk is full. 0: none."""
+    """In the place of an operation: the call of this number says that the disk is full. 0: none."""
 
     def __init__(self, name: str, number: int) -> None:
-        self.original, self.number, self.calls = getattr(file_operations, name), number, 0
+        self.original, self.number, self.calls = disk.OPERATIONS[name], number, 0
 
     def __call__(self, *arguments: Any) -> Any:
         self.calls += 1
@@ -89,18 +93,17 @@ def test_a_failed_conversion_leaves_nothing(
 
     def converts(number: int) -> tuple[int, int]:
         failing = FailsAt(operation, number)
-        with monkeypatch.context() as patch:
-            patch.setattr(file_operations, operation, failing)
+        with disk.replaced(operation, failing):
             return main(["convert", str(run), str(tmp_path / "out"), "--to", to]), failing.calls
 
     status, calls = converts(0)
     assert status == 0
     for number in sorted({1, calls, *range(1, calls + 1, max(1, calls // 10))} if calls else ()):
-        file_operations.remove(tmp_path / "out")
+        remove(tmp_path / "out")
         assert converts(number)[0] == 1
         assert "No space left on device" in capsys.readouterr().err
         if (operation, number) == ("sync_directory", calls):  # it is there, whole, and only its name is perhaps not on the disk
-            file_operations.remove(tmp_path / "out")
+            remove(tmp_path / "out")
         assert not list(tmp_path.iterdir())
 
 
@@ -190,7 +193,7 @@ def test_damaged_pickles_are_an_error_or_are_read(kind: str, run: Path, tmp_path
         statuses.add(status)
         assert (tmp_path / "out").exists() == (status == 0) and not (tmp_path / "out.unfinished").exists()
         for path in (tmp_path / "out", source):
-            file_operations.remove(path)
+            remove(path)
     assert statuses == {0, 1}
 
 
@@ -264,5 +267,5 @@ def test_convert_keeps_the_class_of_the_optimizer(named: bool, run: Path, tmp_pa
         optimizer.step()
         source = tmp_path / "file"
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
-    found = manifest.read(convert(source, tmp_path / "out")).content["optimizer"]["class"]
+    found = content_of(convert(source, tmp_path / "out"))["optimizer"]["class"]
     assert found == ("AdamW" if named else "optimizer")

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import zero3
-from tests.support.planned import FAMILIES, PLANS
+from tests.support.planned import CAUSES, FAMILIES, PLANS
 from zero3.__main__ import main
-from zero3.planning.ledger import CAUSES
 
 pytestmark = PLANS
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import accounts_of, chunks_of
 from tests.support.models import mlp, rows
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 from zero3 import NF4, ShardingPolicy
-from zero3.access import states_of
 from zero3.comm.errors import NamingFailures, Subject
 from zero3.comm.streams import HostLane, Lanes
 from zero3.core.account import Account
@@ -192,8 +192,8 @@ def test_a_deleted_model_is_freed_at_once(quantize: NF4 | None) -> None:
     model[0].requires_grad_(False)
     model = zero3.shard(model, nn.Linear, policy=ShardingPolicy(quantize=quantize, param_dtype=torch.bfloat16))
     model(torch.randn(2, 64)).sum().backward()
-    seen: list[Any] = [weakref.ref(chunk) for state in states_of(model) for chunk in state.chunks]
-    seen += [weakref.ref(account) for state in states_of(model) for account in state.gradients.accounts.values()]
+    seen: list[Any] = [weakref.ref(chunk) for chunk in chunks_of(model)]
+    seen += [weakref.ref(account) for account in accounts_of(model)]
     assert all(isinstance(each(), Account) or hasattr(each(), "full") for each in seen)
     seen += [weakref.ref(module) for module in (model, model[0].module, model[1].module)]
     del model

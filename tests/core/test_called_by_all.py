@@ -16,7 +16,6 @@ from tests.support.models import mlp, rows
 from tests.support.processes import Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3.comm import board
-from zero3.comm.shared_memory.neighbours import SWITCH
 
 Call = Callable[["Life"], Any]
 
@@ -141,7 +140,7 @@ def test_a_function_that_another_rank_never_calls_is_named_at_the_timeout(name: 
 
 
 def life_of_processes(rank: Rank, name: str, other: str, shared: bool) -> str:
-    os.environ[SWITCH] = "01"[shared]
+    os.environ["ZERO3_HOST_MEMORY"] = "01"[shared]
     life = Life(torch.distributed.group.WORLD, rank.scratch, name)
     return told(life, COLLECTIVE[name] if rank.number == 0 else COLLECTIVE.get(other, Life.step))
 

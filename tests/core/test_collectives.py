@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import zero3
+from tests.support.inside import states_of
 from tests.support.models import Broken, fused, mlp, rows
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.access import states_of
 from zero3.core.collectives import Activity, Collective, Conductor, Gather, Reduce, Round, Straight, Use, chain, without
 
 

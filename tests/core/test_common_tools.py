@@ -17,7 +17,6 @@ import zero3
 from tests.support.processes import Rank, on_ranks
 from tests.support.training import SGD, Optimizer, difference, joined, loss_of, odd_model, sentences, train_plain, train_sharded
 from zero3 import Zero3Layer, Zero3Sequential
-from zero3.layer import StandIn
 
 
 def sharded(seed: int = 0, dtype: torch.dtype = torch.float64) -> Zero3Sequential:
@@ -288,4 +287,4 @@ def test_a_tracker_of_modules_leaves_a_model_as_it_was(name: str, how: str) -> N
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
     """Layers, and the modules that they stand for."""
-    return [each for module in model.modules() for each in (module, *([module.module] if isinstance(module, StandIn) else []))]
+    return [each for module in model.modules() for each in (module, *([module.module] if isinstance(module, zero3.Zero3Layer) else []))]

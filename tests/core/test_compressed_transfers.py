@@ -27,12 +27,11 @@ from tests.support.compressed import (
     simulated,
     train,
 )
+from tests.support.inside import reduce_now, states_of
 from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import Checkpointed
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from zero3 import Int8, ShardingPolicy
-from zero3.access import states_of
-from zero3.comm.errors import NamingFailures
 
 
 def check(world_size: int, policy: ShardingPolicy, steps: int = 3, *, parts: bool = True, micro_batches: int = 1) -> None:
@@ -196,10 +195,8 @@ def test_a_rank_holds_no_second_buffer_of_full_size() -> None:
             state = states_of(layer)[0]
             weight = layer.module.weight
             fetched = live.peak_of(lambda: (state.fetch(), state.release()))
-            account = state.gradients.accounts[state.chunks[0]]
-            account.add(0, torch.ones(weight.shape))
-            names = NamingFailures(group, "reducing", state.subject)
-            reduced = live.peak_of(lambda: account.flow.start(account.take_room(group), state.lanes, names).wait())
+            state.gradients.accounts[state.chunks[0]].add(0, torch.ones(weight.shape))
+            reduced = live.peak_of(lambda: reduce_now(state, state.chunks[0]))
         return fetched, reduced
 
     exact, found = peaks(ShardingPolicy()), peaks(BOTH)

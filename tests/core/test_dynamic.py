@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +20,6 @@ from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, by_shard, check_parity, in_sequence, on_ranks
 from tests.support.stacks import WIDTH, built
 from zero3 import ShardingPolicy
-from zero3.stages.dynamic import Event, StaticOrder
 
 DEPTH = 4
 DYNAMIC = ShardingPolicy(dynamic=True)
@@ -315,31 +312,3 @@ def test_reentrant_checkpoints_are_refused() -> None:
             loss.backward()
 
     on_ranks(1, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
-
-
-# -- the program alone
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
-def test_every_layer_begins_and_ends_once_whatever_is_called(steps: list[int], data: Any) -> None:
-    depths = [0]
-    for step in steps[1:]:
-        depths.append(min(step, depths[-1] + 1))
-    program: StaticOrder[int] = StaticOrder(enumerate(depths))
-    program.begin()
-    seen: list[Event[int]] = []
-    everything = list(program.rest())
-    assert len(everything) == 2 * len(depths)
-    program.begin()
-    chosen = sorted(data.draw(st.sets(st.integers(0, len(depths) - 1))))
-    for layer in chosen:
-        passed = program.until(layer, begins=True)
-        assert passed is not None
-        seen += [*passed, Event(layer, begins=True)]
-    assert seen + program.rest() == everything
-    for layer in range(len(depths)):
-        begin, end = (everything.index(Event(layer, begins)) for begins in (True, False))
-        inner = {event.layer for event in everything[begin + 1 : end]}
-        assert all(depths[each] > depths[layer] for each in inner)
-    assert program.until(0, begins=True) is None

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
+from tests.support.inside import states_of
 from tests.support.models import WIDTH
 from tests.support.ranks import ThreadCommunicator, ThreadPartsCommunicator, run_ranks
 from tests.support.reference import Turn, check_parity
 from zero3 import ShardingPolicy
-from zero3.access import states_of
 from zero3.build import construction
-from zero3.core.layer_state import LayerState, Presence
 
 WORDS, BLOCKS = 11, 3
 
@@ -294,15 +293,15 @@ def test_retain_graph_walks_twice_without_it() -> None:
 
 def test_no_buffer_is_filled_for_it_in_backward() -> None:
     """And so no memory is taken: the buffer has no storage when its gradient comes."""
-    seen: list[tuple[Presence, int]] = []
+    seen: list[tuple[str, int]] = []
 
     def body(group: ThreadCommunicator) -> None:
         model = by_layer(made[group.rank], group, ShardingPolicy())
-        state: LayerState = next(state for state in states_of(model) if "embedding" in state.label)
+        state = next(state for state in states_of(model) if "embedding" in state.label)
         add = state.gradients.accounts[state.chunks[0]].add
 
         def noted(index: int, gradient: Tensor) -> None:
-            seen.append((state.presence, state.chunks[0].full.tensor.untyped_storage().nbytes()))
+            seen.append((state.presence.value, state.chunks[0].full.tensor.untyped_storage().nbytes()))
             add(index, gradient)
 
         state.gradients.accounts[state.chunks[0]].add = noted  # type: ignore[method-assign]
@@ -310,7 +309,7 @@ def test_no_buffer_is_filled_for_it_in_backward() -> None:
 
     made = [Text(), Text()]
     run_ranks(2, body)
-    assert seen == [(Presence.RELEASED, 0)] * 2
+    assert seen == [("released", 0)] * 2
 
 
 def test_ranks_that_differ_are_told() -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import states_of
 from tests.support.models import mlp
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from tests.support.unreached import adamw, chunks_of, compare, seldom
 from zero3 import Int8, ShardingPolicy
-from zero3.access import states_of
 
 
 class Averaging(ThreadCommunicator):

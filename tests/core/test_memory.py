@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.footprint import BYTES, GIVEN, LAYERS, WIDTHS, Block, Formula, GlooFormula, Point, make, wrap
+from tests.support.inside import presences
 from tests.support.live import LiveBytes
 from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 from zero3 import Zero3Layer, clip_grad_norm_, full_state_dict, load_full_state_dict, reset
-from zero3.comm.shared_memory.neighbours import SWITCH
-from zero3.core.layer_state import Presence
 
 ranks = pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
 depths = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -70,7 +69,7 @@ def test_every_point_of_a_step(world_size: int, depth: int, kept: bool) -> None:
 
 def on_gloo(rank: Rank, depth: int, near: bool) -> None:
     """What ranks compare, some bytes, gloo's thread lets go of a moment after the wait."""
-    with patch.dict(os.environ, {SWITCH: str(int(near))}):
+    with patch.dict(os.environ, {"ZERO3_HOST_MEMORY": str(int(near))}):
         check_steps(GlooFormula(rank.world_size, depth, rank.number, near=near), world_size=None, slack=min(GIVEN) // 16)
 
 
@@ -131,7 +130,7 @@ def test_never_more_full_layers_than_one_and_prefetch_depth(depth: int, reentran
 
     def count() -> None:
         nonlocal most
-        most = max(most, sum(layer._state.presence is not Presence.RELEASED for layer in model))
+        most = max(most, sum(presence != "released" for presence in presences(model)))
 
     with LiveBytes() as live:
         model = make(2, prefetch_depth=depth, reentrant=reentrant)

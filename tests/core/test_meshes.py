@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import accounts_of
 from tests.support.models import WIDTH, mlp, step
 from tests.support.ranks import OrdersDiffer, ThreadMesh, run_mesh
 from tests.support.reference import (
@@ -26,7 +27,6 @@ from tests.support.reference import (
     nested,
     spoil,
 )
-from zero3.access import states_of
 from zero3.comm.log import Entry
 
 MESHES = pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (3, 2), (2, 1), (2, 3)])
@@ -64,7 +64,7 @@ def on_mesh(body: Callable[[Any, ThreadMesh], Any], shape: tuple[int, int] = SHA
 
 
 def chunks_of(model: nn.Module) -> list[Tensor]:
-    return [chunk.shard.detach().clone() for state in states_of(model) for chunk in state.chunks]
+    return [chunk.detach().clone() for chunk in model.parameters()]
 
 
 def count(mesh: ThreadMesh, kind: str) -> int:
@@ -155,7 +155,7 @@ def test_a_reduction_costs_one_sum_over_replicas() -> None:
             loss_of(model, mesh, number).backward()
             assert count(mesh, "reduce_scatter") == count(mesh, "all_reduce_later") == (number + 1) * chunks
         sums = [entry.numel for entry in mesh.log if entry.kind == "all_reduce_later"]
-        accounts = [each for state in states_of(model) for each in state.gradients.accounts.values()]
+        accounts = accounts_of(model)
         chunks_and_trailers = [each.chunk.shard.numel() + len(each.chunk.layout.slots) for each in reversed(accounts)]
         assert sums == chunks_and_trailers * 2
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 import zero3
 from tests.core.test_meshes import MESHES, batch, expected, loss_of, on_mesh
 from tests.support.footprint import BYTES, LAYERS, WIDTHS, Block, Formula
-from tests.support.live import LiveBytes, LonelyCommunicator
+from tests.support.live import LiveBytes, lonely
 from tests.support.models import WIDTH, mlp
 from tests.support.optimizers import Lamb
 from tests.support.ranks import ThreadMesh, run_mesh
 from tests.support.reference import TOLERANCE, assert_at_rest, assert_close, full_parameters, in_sequence
-from zero3.comm.mesh import MeshCommunicator
 
 
 @MESHES
@@ -134,7 +133,7 @@ def test_memory_of_a_mesh(depth: int) -> None:
     """Sums over replicas are the gradients to come: they take more only where gradients are there already, `S` a layer at most."""
 
     def layers(mesh: bool) -> zero3.Zero3Sequential:
-        group = MeshCommunicator(LonelyCommunicator(2), LonelyCommunicator(2)) if mesh else LonelyCommunicator(2)
+        group = lonely(2, 2) if mesh else lonely(2)
         policy = zero3.ShardingPolicy(prefetch_depth=depth)
         return zero3.Zero3Sequential([zero3.Zero3Layer(Block(n, lambda name: None), process_group=group, policy=policy) for n in LAYERS])
 

@@ -11,10 +11,10 @@ import torch
 
 import zero3
 from tests.core.test_meshes import MESHES, batch, check, count, expected, loss_of, on_mesh
+from tests.support.inside import accounts_of
 from tests.support.models import mlp
 from tests.support.ranks import ThreadMesh, run_ranks
 from tests.support.reference import TOLERANCE, assert_at_rest, assert_close, full_gradients, in_sequence
-from zero3.access import states_of
 
 
 @MESHES
@@ -28,7 +28,7 @@ def test_no_sync_replicas_only_reduces_in_each_replica_and_sums_once(replicas: i
                 with zero3.no_sync(model, replicas_only=True) if number < 2 else nullcontext():
                     loss_of(model, mesh, number).backward()
                 assert count(mesh, "all_reduce_later") - summed == (chunks if number == 2 else 0)
-                accounts = [account for state in states_of(model) for account in state.gradients.accounts.values()]
+                accounts = accounts_of(model)
                 kept = [None if each.partial is None else each.partial.numel() for each in accounts]
                 chunks_and_trailers = [each.chunk.shard.numel() + len(each.chunk.layout.slots) for each in accounts]
                 assert kept == ([None] * chunks if number == 2 else chunks_and_trailers)

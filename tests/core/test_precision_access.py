@@ -10,7 +10,6 @@ import zero3
 from tests.core.test_precision import BF16, FP32, batch, blocks, in_layers, loss_of
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer
-from zero3.access import states_of
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -90,7 +89,7 @@ def test_a_policy_for_shard_is_a_shardingpolicy_or_gives_one() -> None:
             zero3.shard(blocks(), nn.Linear, policy=wrong)  # type: ignore[arg-type]
 
 
-def test_states_know_their_bytes() -> None:
+def test_report_knows_the_bytes_of_a_layer_in_param_dtype() -> None:
     model = in_layers(blocks(), None, ShardingPolicy(param_dtype=BF16))
     elements = sum(p.numel() for p in blocks()[0].parameters())
-    assert states_of(model)[0].full_nbytes() == 2 * elements
+    assert zero3.report(model).largest_layer_bytes == 2 * elements

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.adapters import WIDE, adapted, same_bits, took, values_of
+from tests.support.inside import held_bytes
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence, process_group
 from tests.support.stacks import WIDTH, WORDS, Stack, loss_of, train
 from tests.support.uneven import Plan, assert_same, joined_threads, plain, tell_sharded
 from zero3 import ShardingPolicy
-from zero3.access import states_of
 
 NUMEL = 8  # bytes of an element
 EMBED, NORM, HEAD = WORDS * WIDTH + 1, 2 * WIDTH, WORDS * WIDTH + 1  # full buffers on two ranks, in elements
@@ -95,8 +95,7 @@ def test_resident_bytes_hold_the_first_that_fit_and_gather_them_once(nbytes: int
             assert set(took(group, "all_gather")) <= set(gathered)
             optimizer.step()
             optimizer.zero_grad()
-        held = [chunk.full.tensor.untyped_storage().nbytes() for state in states_of(model) for chunk in state.chunks]
-        assert sum(held) == ALL - NUMEL * sum(gathered) <= nbytes, "and nothing else stays"
+        assert sum(held_bytes(model).values()) == ALL - NUMEL * sum(gathered) <= nbytes, "and nothing else stays"
 
     run_ranks(2, body)
 

@@ -14,7 +14,6 @@ from tests.support.processes import Rank, on_ranks
 from tests.support.reference import assert_close
 from tests.support.unreached import Plain, adamw, alone, apart, changing, chunks_of, kept, net, seldom, sgd, train
 from zero3 import ShardingPolicy
-from zero3.comm.shared_memory.neighbours import SWITCH
 
 WAYS: dict[str, Any] = {  # what computes, what the optimizer gets, which it is, micro-batches, what is around them
     "chunks": (seldom, chunks_of, adamw, 1, alone),
@@ -25,7 +24,7 @@ WAYS: dict[str, Any] = {  # what computes, what the optimizer gets, which it is,
 
 def on_gloo(rank: Rank, way: str, mesh: bool, near: bool) -> Any:
     use, groups, make, micros, around = WAYS[way]
-    with patch.dict(os.environ, {SWITCH: str(int(near))}):
+    with patch.dict(os.environ, {"ZERO3_HOST_MEMORY": str(int(near))}):
         group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")) if mesh else None
         place = group, ShardingPolicy(), rank.number, rank.world_size
         nothing, model, _ = train(place, net(), use, (groups, make), micros, around)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.device.caching import CachingAllocator
-from zero3.planning.cluster import Cluster
+from zero3 import Cluster
 from zero3.planning.work import Work
 
 PCIE = 50e9  # bytes a second between pinned memory and a GPU: PCIe 5.0 x16 by its data sheet, 64e9, less what a link loses

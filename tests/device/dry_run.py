@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from tests.device import simulated
+from tests.support.inside import chunks_of
 
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
@@ -27,7 +28,6 @@ from torch import Tensor, nn  # isort: skip
 import zero3  # isort: skip
 from benchmarks.gpu.llama import LlamaBlock, Shape  # isort: skip
 from tests.support.footprint import Bytes, Formula  # isort: skip
-from zero3.access import states_of  # isort: skip
 from zero3.comm.board import Board  # isort: skip
 from zero3.comm.process_group import GroupCommunicator  # isort: skip
 
@@ -107,9 +107,8 @@ class DryRun:
         )
         policy = zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, prefetch_depth=depth, offload=offload)
         self.model = zero3.shard(model, self.layers, device="cuda", policy=policy)
-        for state in states_of(self.model):
-            for chunk in state.chunks:
-                chunk.unloaded.clear()  # values never come
+        for chunk in chunks_of(self.model):
+            chunk.unloaded.clear()  # values never come
         self.optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(self.model), foreach=True)
         self._shape = size.shape
 

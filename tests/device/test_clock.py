@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.device.clock import PCIE, Clocks, Entry, Host, Link, Step
+from zero3 import Cluster
 from zero3.planning.absent import Awaited, Issued
-from zero3.planning.cluster import LINK, PRODUCT, START, STREAM, Cluster, replay
+from zero3.planning.cluster import LINK, PRODUCT, START, STREAM, replay
 from zero3.planning.work import Work
 
 pytestmark = pytest.mark.no_device

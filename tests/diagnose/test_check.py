@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import changed_gradients
 from tests.support.models import WIDTH, mlp
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, in_sequence, process_group
 from zero3 import ShardingPolicy
-from zero3.core.account import Account
 from zero3.diagnose import check as checking
 
 
@@ -53,16 +53,10 @@ def test_check_agrees_and_changes_nothing(world_size: int, reduction: Any) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_check_names_the_first_parameter_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Account.add
-
-    def add(self: Account, index: int, gradient: Tensor) -> None:
-        slot = self.chunk.layout.slots[index]
-        real(self, index, gradient * 2 if slot.name.endswith("bias") else gradient)
-
-    monkeypatch.setattr(Account, "add", add)
+def test_check_names_the_first_parameter_that_differs() -> None:
     model = mlp()
-    reports = run_ranks(2, lambda g: checked(g, model, wrap=lambda m: in_sequence(m, process_group(g), ShardingPolicy())))
+    with changed_gradients(lambda name, gradient: gradient * 2 if name.endswith("bias") else gradient):
+        reports = run_ranks(2, lambda g: checked(g, model, wrap=lambda m: in_sequence(m, process_group(g), ShardingPolicy())))
     for report in reports:
         assert report.first == "0.0.bias"
         assert {difference.name for difference in report.differences} == {"0.0.bias", "1.0.bias", "2.0.bias"}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import zero3
+from tests.support.inside import states_of
 from tests.support.live import LonelyCommunicator
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from zero3.access import states_of
 from zero3.comm import streams
 from zero3.diagnose import timeline
 from zero3.diagnose.timeline import LayerProfile, Profile, Span, Transfer

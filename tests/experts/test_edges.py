@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zero3
 from tests.experts.test_outside import HOME, exchanges
 from tests.support.experts import Experts, H, Training, made, tokens
+from tests.support.inside import states_of
 from tests.support.ranks import run_ranks
 
 Policy = zero3.ShardingPolicy
@@ -281,7 +282,7 @@ def guarded(policy: Policy, order: str, checkpoints: str) -> Callable[[Any], Non
                     micro(Shared(training.plain, group.world_size), rank, None)
                 training.step()
         training.check()
-        for experts in zero3.access.states_of(training.model):  # type: ignore[attr-defined]
+        for experts in states_of(training.model):
             assert not len(getattr(experts.behaviour.call, "_guarded", ()))
 
     return body
@@ -348,7 +349,7 @@ def test_off_nothing_of_it_is_there() -> None:
             model = made()
             zero3.shard(model, [*model.blocks], policy=policy, process_group=group)
             model(tokens(group.rank, 1)).square().sum().backward()
-            states = zero3.access.states_of(model)  # type: ignore[attr-defined]
+            states = states_of(model)
             kinds = {type(state.behaviour.call).__module__ for state in states} | {type(c.at).__module__ for s in states for c in s.chunks}
             calls[policy] = (
                 any(module.startswith("zero3.experts") for module in kinds),

@@ -15,7 +15,6 @@ from torch import nn
 import zero3
 from tests.support.experts import Model, Training, made, tokens
 from tests.support.ranks import run_ranks
-from zero3.comm.log import Entry
 
 HOME = zero3.ShardingPolicy(expert_parallel=True)
 
@@ -166,7 +165,7 @@ def test_a_micro_batch_that_fails_on_one_rank_is_dropped(where: str, checkpoints
     run_ranks(2, body)
 
 
-def exchanges(entries: list[Entry]) -> list[str]:
+def exchanges(entries: list[Any]) -> list[str]:
     return [each.doing for each in entries if "token" in each.doing or "gradients to" in each.doing or "gradients from" in each.doing]
 
 

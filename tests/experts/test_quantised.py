@@ -10,8 +10,8 @@ import torch
 
 import zero3
 from tests.support.experts import Training, made, tokens
+from tests.support.inside import chunks_of
 from tests.support.ranks import run_mesh, run_ranks
-from zero3.access import states_of
 from zero3.quantized.formats import Format
 from zero3.quantized.sections import StoredRows
 
@@ -63,7 +63,7 @@ def test_resident_bytes_hold_what_is_frozen_but_no_experts() -> None:
             model.first.requires_grad_(False)  # type: ignore[operator,union-attr]
 
         model = Training(group, policy(resident_bytes=10**6), 5, prepare).train(2).check().model
-        chunks = [chunk for state in states_of(model) for chunk in state.chunks if not chunk.shard.requires_grad]
+        chunks = [chunk for chunk in chunks_of(model) if not chunk.shard.requires_grad]
         experts, others = ([chunk.full.tensor.untyped_storage() for chunk in chunks if chunk.in_part is part] for part in (True, False))
         own = {chunk.shard.untyped_storage().data_ptr() for chunk in chunks}
         assert experts and all(not storage.nbytes() or storage.data_ptr() in own for storage in experts), "beside what the rank has anyway"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero3
+from tests.support import disk
 from tests.support.architectures import ARCHITECTURES, WORDS
 from tests.support.models import WORLDS
 from tests.support.pretrained import SINGLE, TURN, assert_same_bits, loaded, on_meta, rewritten, saved
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from zero3.checkpoint import safetensors_files
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "6KB"], ids=["one file", "many"])
@@ -54,18 +56,18 @@ def test_values_are_converted(stored: torch.dtype, wanted: torch.dtype, tmp_path
         assert_same_bits(state, expected.state_dict())
 
 
-def spy(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Every read of tensors' bytes, by all ranks: file, first byte, number of bytes."""
+@contextmanager
+def spy() -> Iterator[list[tuple[str, int, int]]]:
+    """Every read of tensors' bytes, by all ranks: file, first byte, number of bytes. A tensor takes several."""
     reads: list[tuple[str, int, int]] = []
-    read = safetensors_files.read_bytes
 
     def watched(file: FileIO, offset: int, into: memoryview) -> int:
-        count = read(file, offset, into)
+        count = disk.read(file, offset, into)
         reads.append((Path(str(file.name)).name, offset, count))
         return count
 
-    monkeypatch.setattr(safetensors_files, "read_bytes", watched)
-    return reads
+    with disk.reading(watched, at_once=256):
+        yield reads
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "6KB"], ids=["one file", "many"])
@@ -75,9 +77,8 @@ def test_every_byte_is_read_once_by_all_ranks_together(
     name: str, world_size: int, shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = saved(name, tmp_path, shard_size)
-    monkeypatch.setattr(safetensors_files, "STAGE_BYTES", 256)  # so that a tensor takes several reads
-    reads = spy(monkeypatch)
-    loaded(expected, tmp_path, world_size)
+    with spy() as reads:
+        loaded(expected, tmp_path, world_size)
     for path in tmp_path.glob("*.safetensors"):
         spans = sorted((offset, offset + count) for file, offset, count in reads if file == path.name)
         begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")

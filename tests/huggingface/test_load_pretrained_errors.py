@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support import disk
 from tests.support.architectures import ARCHITECTURES
 from tests.support.pretrained import SINGLE, TURN, assert_same_bits, on_meta, rewritten, saved
 from tests.support.ranks import ThreadCommunicator, run_ranks
@@ -198,7 +199,6 @@ def test_a_read_that_fails_half_way(failure: OSError | None, tmp_path: Path, mon
     """One rank's disk fails: both raise, and neither trains on half a model. Loading again is all it takes."""
     expected = saved("Llama", tmp_path)
     models = [ARCHITECTURES["Llama"].build() for _ in range(2)]
-    read = safetensors_files.read_bytes
     left = [20]
 
     def failing(file: FileIO, offset: int, into: memoryview) -> int:
@@ -207,9 +207,7 @@ def test_a_read_that_fails_half_way(failure: OSError | None, tmp_path: Path, mon
             if failure is not None:
                 raise failure
             return 0
-        return read(file, offset, into)
-
-    monkeypatch.setattr(safetensors_files, "read_bytes", failing)
+        return disk.read(file, offset, into)
 
     def body(group: ThreadCommunicator) -> dict[str, Tensor]:
         model = zero3.shard(models[group.rank], process_group=group)
@@ -220,7 +218,9 @@ def test_a_read_that_fails_half_way(failure: OSError | None, tmp_path: Path, mon
         zero3.load_pretrained(model, tmp_path)
         return zero3.full_state_dict(model, rank0_only=False)
 
-    for state in run_ranks(2, body):
+    with disk.reading(failing):
+        found = run_ranks(2, body)
+    for state in found:
         assert_same_bits(state, expected.state_dict())
 
 

@@ -13,7 +13,6 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, assert_close, by_shard, check_parity
-from zero3.layer import layers_of
 
 peft = pytest.importorskip("peft")
 
@@ -115,8 +114,8 @@ def test_a_frozen_layer_is_gathered_again_only_where_a_gradient_flows_through_it
             before = len(group.log)
             ARCHITECTURES[name].loss(model, Turn(group.rank, step, 2))
             gathers = [line for line in group.log[before:] if line.kind == "all_gather"]
-        layers = layers_of(model)
-        blocks = [layer for layer in layers if layer._state.trainable()]
+        layers = [module for module in model.modules() if isinstance(module, zero3.Zero3Layer)]
+        blocks = [layer for layer in layers if layer.get_trainable_chunk()]
         assert len(blocks) == 2 and len(layers) == 4
         # embedding and root once, blocks' two chunks in forward and backward, the head (last, so kept) once
         assert len(gathers) == 1 + 1 + 2 * 2 * len(blocks) + 1

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 import zero3
 from tests.huggingface.test_peft import TARGETS, lora
+from tests.support import disk
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import WORLDS
 from tests.support.pretrained import assert_same_bits, on_meta
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
-from zero3.huggingface.index_maps import Whole
-from zero3.huggingface.outputs import Output, bytes_in, shards_of
 
 peft = pytest.importorskip("peft")
 
@@ -258,31 +257,6 @@ def test_max_shard_size_that_is_no_size(size: Any, tmp_path: Path) -> None:
         save([ARCHITECTURES["Llama"].build() for _ in range(2)], tmp_path, max_shard_size=size)
 
 
-SIZES = {
-    "7": 7,
-    "7b": 7,
-    "1.5 KB": 1500,
-    "2MB": 2 * 10**6,
-    "5GB": 5 * 10**9,
-    "1TB": 10**12,
-    "1KiB": 1024,
-    "1MiB": 1024**2,
-    "3GiB": 3 * 1024**3,
-}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_max_shard_size_in_units(size: str) -> None:
-    assert bytes_in(size) == SIZES[size]
-
-
-def test_max_shard_size_is_filled_to_the_last_byte() -> None:
-    outputs = [Output(str(size), torch.int8, (size,), Whole(str(size), (size,))) for size in (3, 5, 4, 4, 1, 9, 8)]
-    shards = shards_of(outputs, 8)
-    assert [[output.numel for output in shard] for shard in shards.values()] == [[3, 5], [4, 4], [1], [9], [8]]
-    assert list(shards)[1] == "model-00002-of-00005.safetensors"
-
-
 def test_dtype_that_is_no_dtype(tmp_path: Path) -> None:
     """Of one rank alone: the other would wait for it."""
 
@@ -298,19 +272,13 @@ def test_dtype_that_is_no_dtype(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_an_error_of_one_rank_is_everybodys_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero3.checkpoint import file_operations
-
-    def full(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(file_operations, "write_at", full)
-
+def test_an_error_of_one_rank_is_everybodys_and_leaves_nothing(tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(models[group.rank], process_group=group)
         with pytest.raises(OSError, match=r"rank 0: .*No space left on device"):
             zero3.save_pretrained(model, tmp_path)
 
     models = [ARCHITECTURES["Llama"].build() for _ in range(2)]
-    run_ranks(2, body)
+    with disk.replaced("write_at", disk.full):
+        run_ranks(2, body)
     assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.huggingface.test_save_pretrained import contents
 from tests.quantized.test_merging import KINDS, lora, merged
 from tests.support.adapters import adapted, same_bits
 from tests.support.architectures import ARCHITECTURES
+from tests.support.inside import chunks_of, states_of
 from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import WORLDS
 from tests.support.pretrained import assert_same_bits
@@ -22,8 +24,6 @@ from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from tests.support.reference import Turn, on_ranks, on_two, process_group
 from tests.support.stacks import built, loss_of, stack
 from zero3 import ShardingPolicy
-from zero3.access import states_of
-from zero3.huggingface import outputs
 from zero3.huggingface.stream_weights import _buckets, walk_of
 
 peft = pytest.importorskip("peft")
@@ -102,7 +102,7 @@ def test_stream_weights_with_adapters_only_is_the_adapters_file(kind: str, dtype
         found = taken(zero3.stream_weights(model, adapters_only=True, dtype=dtype))
         assert_same_bits(found, expected)
         gathered = [each.numel for each in group.log[before:] if each.kind == "all_gather"]
-        trained = [chunk for state in states_of(model) for chunk in state.chunks if chunk.trains]
+        trained = [chunk for chunk in chunks_of(model) if chunk.trains]
         assert gathered == [chunk.layout.padded_numel for chunk in trained], "the adapters' chunk, and no other"
 
     on_two(build, body)
@@ -169,19 +169,19 @@ def test_stream_weights_gathers_each_chunk_once_unless_it_is_there(policy: dict[
     """In the dtype that is asked for, if that has no more bytes: so it is there already where layers compute in it."""
 
     def body(model: Any, group: ThreadCommunicator) -> None:
-        states = states_of(model)
-        chunks = [chunk for state in states for chunk in state.chunks]
+        chunks = chunks_of(model)
         loss_of(model, Turn(group.rank, 0, 2)).backward()
+        log = states_of(model)[0].log
         for steps in (False, True):
             there = [c for c in chunks if c.full.filled and c.full.tensor.dtype == gathered_in(dtype, c)]
             stale = steps and chunks[0] in there
-            before, logged = len(group.log), states[0].log.count
+            before, logged = len(group.log), log.count
             found = taken(zero3.stream_weights(model, dtype=dtype))
             made = [(each.kind, each.dtype) for each in group.log[before:]]
             travel = [c for c in chunks if c not in there or (stale and c is chunks[0])]
             assert made[0][0] == "exchange"
             assert sorted(map(str, made[1:])) == sorted(str(("all_gather", gathered_in(dtype, c))) for c in travel)
-            assert states[0].log.count == logged, "no other replica makes these gathers"
+            assert log.count == logged, "no other replica makes these gathers"
             expected = {k: v.to(dtype or v.dtype) for k, v in zero3.full_state_dict(model, rank0_only=False).items()}
             assert_same_bits(found, dict(sorted(expected.items())))
             loss_of(model, Turn(group.rank, 0, 2)).backward()
@@ -196,10 +196,10 @@ def test_stream_weights_gathers_each_chunk_once_unless_it_is_there(policy: dict[
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_stream_weights_holds_two_layers_and_what_it_yields(depth: int, max_bytes: Any, dtype: Any) -> None:
     model = zero3.shard(stack(5), process_group=LonelyCommunicator(3), policy=ShardingPolicy(prefetch_depth=depth))
-    layers = max(state.full_nbytes() for state in states_of(model))
+    layers = zero3.report(model).largest_layer_bytes
     tensors = walk_of(model, dtype, []).outputs
     with LiveBytes() as live:
-        live.left_out = {chunk.shard.untyped_storage().data_ptr() for state in states_of(model) for chunk in state.chunks}
+        live.left_out = {chunk.untyped_storage().data_ptr() for chunk in model.parameters()}
 
         def body() -> None:
             for _ in zero3.stream_weights(model, dtype=dtype, max_bytes=max_bytes):
@@ -240,7 +240,7 @@ def test_buckets_copy_only_what_earlier_layers_hold() -> None:
 
 def test_buckets_are_full_or_end_with_a_layer() -> None:
     def sizes(layers: list[list[int]], max_bytes: int | None) -> list[list[int]]:
-        given = [[outputs.Output(str(n), torch.uint8, (n,), None) for n in layer] for layer in layers]  # type: ignore[arg-type]
+        given = [[SimpleNamespace(nbytes=n) for n in layer] for layer in layers]
         return [[o.nbytes for o in bucket] for bucket in _buckets(given, max_bytes)]
 
     assert sizes([[3, 0, 4, 9, 1, 2]], 7) == [[3, 0, 4], [9], [1, 2]]

@@ -15,6 +15,7 @@ from tests.huggingface.test_stream_weights import LLAMA, taken
 from tests.quantized.test_merging import KINDS, lora, merged
 from tests.support.adapters import same_bits
 from tests.support.experts import made
+from tests.support.inside import chunks_of, states_of, whole_bytes
 from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import Broken
 from tests.support.pretrained import assert_same_bits
@@ -23,8 +24,6 @@ from tests.support.reference import Turn, on_ranks, on_two, process_group
 from tests.support.stacks import loss_of, stack
 from tests.support.uneven import joined_threads
 from zero3 import ShardingPolicy
-from zero3.access import states_of
-from zero3.huggingface.stream_weights import walk_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -61,7 +60,7 @@ def test_stream_weights_gathers_what_any_rank_has_not_or_has_changed(how: Callab
 
     def body(model: Any, group: ThreadCommunicator) -> None:
         loss_of(model, Turn(group.rank, 0, 2)).backward()
-        chunks = [chunk for state in states_of(model) for chunk in state.chunks]
+        chunks = chunks_of(model)
         there = [chunk for chunk in chunks if chunk.full.filled]
         assert len(there) > 3, "stage 2 keeps them"
         changed = how(model, group.rank)
@@ -169,7 +168,7 @@ def test_merged_adapters_are_cast_behind_the_merge(dtype: torch.dtype, quantize:
 def peak(model: Any, **options: Any) -> int:
     """Of the bytes that a stream takes beside the chunks."""
     with LiveBytes() as live:
-        live.left_out = {chunk.shard.untyped_storage().data_ptr() for state in states_of(model) for chunk in state.chunks}
+        live.left_out = {chunk.untyped_storage().data_ptr() for chunk in model.parameters()}
         found = live.peak_of(lambda: [None for _ in zero3.stream_weights(model, **options)])
     assert live.now < 64  # numbers of peft
     return found
@@ -181,7 +180,7 @@ def test_experts_are_gathered_one_parameter_at_a_time(depth: int) -> None:
     with torch.random.fork_rng(devices=[]):
         models = [made(experts=8) for _ in range(3)]
     model = zero3.shard(models[0], process_group=LonelyCommunicator(2), policy=ShardingPolicy(prefetch_depth=depth, expert_parallel=True))
-    chunks = [chunk for state in states_of(model) for chunk in state.chunks]
+    chunks = chunks_of(model)
     at_home = sorted(chunk.layout.padded_numel * chunk.shard.element_size() for chunk in chunks if chunk.in_part)
     others = max(
         sum(chunk.layout.padded_numel * chunk.shard.element_size() for chunk in state.chunks if not chunk.in_part)
@@ -196,7 +195,7 @@ def test_experts_are_gathered_one_parameter_at_a_time(depth: int) -> None:
         before = len(group.log)
         found = taken(zero3.stream_weights(model))
         gathers = [each.numel for each in group.log[before:] if each.kind == "all_gather"]
-        assert sorted(gathers) == sorted(c.layout.padded_numel for state in states_of(model) for c in state.chunks)
+        assert sorted(gathers) == sorted(c.layout.padded_numel for c in chunks_of(model))
         assert_same_bits(found, dict(sorted(zero3.full_state_dict(model, rank0_only=False).items())))
 
     run_ranks(2, body)
@@ -204,11 +203,12 @@ def test_experts_are_gathered_one_parameter_at_a_time(depth: int) -> None:
 
 @pytest.mark.parametrize("quantize", [zero3.NF4(), None], ids=["nf4", "none"])
 def test_a_stream_that_merges_or_dequantises_holds_two_layers_the_adapters_and_what_it_yields(quantize: Any) -> None:
-    model = zero3.shard(lora(**KINDS["plain"]), process_group=LonelyCommunicator(2), policy=ShardingPolicy(quantize=quantize))
-    chunks = [chunk for state in states_of(model) for chunk in state.chunks]
+    plain = lora(**KINDS["plain"])
+    largest = max(parameter.numel() for parameter in plain.parameters()) * 4
+    model = zero3.shard(plain, process_group=LonelyCommunicator(2), policy=ShardingPolicy(quantize=quantize))
+    chunks = chunks_of(model)
     adapters = sum(chunk.layout.padded_numel * chunk.shard.element_size() for chunk in chunks if chunk.trains)
-    layers = max(sum(c.layout.padded_numel * c.shard.element_size() for c in state.chunks) for state in states_of(model))
-    largest = max(output.numel for output in walk_of(model, None, ["merge_adapters"]).outputs) * 4
+    layers = max(whole_bytes(model).values())
     # peft's product in float32 and in the weight's dtype, and a copy of what can't be written where it is read
     assert peak(model, merge_adapters=True) <= 2 * layers + adapters + 4 * largest
 

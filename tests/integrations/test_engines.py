@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zero3
+from tests.support.inside import presences
 from tests.support.processes import Rank, on_ranks
 from tests.support.trainers import launched
-from zero3.access import states_of
 
 trl = pytest.importorskip("trl")
 from tests.integrations import test_trl as makers  # noqa: E402
@@ -76,7 +76,7 @@ def sync(rank: Rank, kind: str, mode: str, lora: bool, sleeps: bool) -> int:
             engine.llm.looks = partial(look, trainer.model, looked)
         trainer.train()
         assert bool(looked) == sleeps
-        assert not any(state.pinned for state in states_of(trainer.model))
+        assert "fetched" not in presences(trainer.model)
         if server is not None:
             server.end()
         return count
@@ -227,7 +227,7 @@ def batch(rank: Rank) -> list[float]:
         trainer = makers.grpo(True, False, rank.scratch, **how)
         trainer.train()
         assert {chunk.dtype for chunk in zero3.get_trainable_chunk(trainer.model)} == {torch.float32}
-        assert not any(state.pinned for state in states_of(trainer.model))
+        assert "fetched" not in presences(trainer.model)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

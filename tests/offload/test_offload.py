@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import chunks_of
 from tests.support.models import WIDTH, WORLDS, seeded
 from tests.support.offloaded import in_files
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from tests.support.reference import Turn, process_group
 from zero3 import ShardingPolicy
-from zero3.access import states_of
 
 
 class Model(nn.Module):
@@ -69,10 +69,6 @@ def assert_same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             assert torch.equal(a, b), f"value {number} of rank {rank}"
-
-
-def chunks_of(model: nn.Module) -> list[Any]:
-    return [chunk for state in states_of(model) for chunk in state.chunks]
 
 
 POLICIES: list[dict[str, Any]] = [

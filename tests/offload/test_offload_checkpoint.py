@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import zero3
 from tests.offload.test_offload_faults import trained
 from tests.offload.test_offload_processes import anonymous, sharded
+from tests.support import disk
 from tests.support.models import mlp
 from tests.support.offloaded import backward, disk_is_full, in_files, same, small, state_of, values_of, wrapped
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from zero3.checkpoint import file_operations, save
 
 
 def ready(group: ThreadCommunicator, place: Path | None, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -47,9 +47,8 @@ def test_save_checkpoint_of_files_has_the_same_bytes(background: bool, tmp_path:
     assert len(found) == 4 and found == bytes_of(tmp_path / "without")
 
 
-def test_save_checkpoint_in_the_background_copies_files_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_write, write_file = threading.Event(), save.write_file
-    monkeypatch.setattr(save, "write_file", lambda *given: may_write.wait(100) and write_file(*given))
+def test_save_checkpoint_in_the_background_copies_files_to_a_file(tmp_path: Path) -> None:
+    may_write = threading.Event()
 
     def body(group: ThreadCommunicator) -> None:
         model, optimizer = ready(group, tmp_path)
@@ -64,7 +63,8 @@ def test_save_checkpoint_in_the_background_copies_files_to_a_file(tmp_path: Path
         zero3.load_checkpoint(tmp_path / "saved", model, optimizer)
         assert same([*values_of(model), *state_of(optimizer)], expected)
 
-    run_ranks(2, body)
+    with disk.held(may_write):
+        run_ranks(2, body)
 
 
 def test_save_checkpoint_without_room_for_copies_is_one_error_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,18 +100,14 @@ def held_while_saving(rank: Rank, directory: str | None, background: bool) -> tu
     optimizer.step()
     optimizer.zero_grad()
     before, most, written = anonymous(), [0], [0]
-    write = file_operations.write
 
     def watched(file: Any, views: list[memoryview]) -> None:
         most[0] = max(most[0], anonymous() - before)
         written[0] += sum(map(len, views))
-        write(file, views)
+        disk.OPERATIONS["write"](file, views)
 
-    file_operations.write = watched
-    try:
+    with disk.replaced("write", watched):
         zero3.save_checkpoint(rank.scratch / f"saved-{background}", model, optimizer, background=background).wait()
-    finally:
-        file_operations.write = write
     return most[0], written[0]
 
 

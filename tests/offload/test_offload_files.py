@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.offload.test_offload import Model, assert_same, chunks_of, on_ranks, train, values
+from tests.offload.test_offload import Model, assert_same, on_ranks, train, values
 from tests.scratch.test_mapped_files import of_pages
+from tests.support.inside import chunks_of, states_of
 from tests.support.models import WIDTH, WORLDS, seeded
 from tests.support.offloaded import in_files
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 from zero3 import ShardingPolicy
-from zero3.access import states_of
 from zero3.core.chunk import Chunk
-from zero3.core.layer_state import Presence
 from zero3.scratch.mapped_files import MappedFiles
 from zero3.stores.files import Files
 
@@ -65,7 +64,7 @@ def test_no_chunk_rests_between_its_fetch_and_its_use(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Files, "rest", lambda store, values: rested.add(values.data_ptr()))
 
     def look(*given: Any) -> None:
-        used = [chunk for state in states_of(model) if state.presence is Presence.FETCHED for chunk in state.chunks]
+        used = [chunk for state in states_of(model) if state.presence.value == "fetched" for chunk in state.chunks]
         looked.append(bool(used) and rested.isdisjoint(chunk.shard.data_ptr() for chunk in used))
 
     for block in model.blocks:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import zero3
-from tests.offload.test_offload import Model, assert_same, chunks_of, on_ranks, train
+from tests.offload.test_offload import Model, assert_same, on_ranks, train
+from tests.support.inside import chunks_of, whole_bytes
 from tests.support.models import WIDTH, seeded
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import ShardingPolicy
-from zero3.access import states_of
 
 
 def all_raise(world_size: int, kind: type[Exception], match: str, offload: Callable[[int], Any]) -> None:
@@ -72,7 +72,7 @@ def test_room_for_all_layers_is_looked_for_before_the_first_is_made(tmp_path: Pa
         os, "posix_fallocate", lambda descriptor, offset, nbytes: sizes.append(nbytes) or os.truncate(descriptor, offset + nbytes)
     )
     zero3.shard(model, policy=ShardingPolicy(offload=tmp_path))
-    layers = sum(bool(state.chunks) for state in states_of(model))
+    layers = sum(map(bool, whole_bytes(model).values()))
     asked, taken = sizes[:layers], sizes[layers:]
     assert sum(asked) == sum(chunk.shard.nbytes * (1 + chunk.shard.requires_grad) for chunk in chunks_of(model))
     assert sum(asked) <= sum(taken)

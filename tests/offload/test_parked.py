@@ -14,30 +14,28 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.adapters import adapted, same_bits
+from tests.support.inside import accounts_of, chunks_of
 from tests.support.models import WORLDS, Broken, mean_square, mlp
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from tests.support.reference import Turn, assert_close, on_two, process_group
 from tests.support.stacks import loss_of, stack
 from zero3 import ShardingPolicy
-from zero3.access import states_of
-from zero3.core.autograd import as_plain_tensors
 from zero3.core.full_buffer import MovableMemory
-from zero3.core.layer_state import accounts_of
 
 
 def storages(tensors: list[Tensor]) -> int:
     """The bytes of their memory."""
-    with as_plain_tensors():
+    with torch._C.DisableTorchFunctionSubclass():
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def held(model: Any, optimizer: Any) -> list[Tensor]:
     """All that has values: chunks, gradients, kept ones, full buffers, state."""
-    found = [chunk.shard for state in states_of(model) for chunk in state.chunks]
-    found += [chunk.full.tensor for state in states_of(model) for chunk in state.chunks if not chunk.resident]
+    found = [chunk.shard for chunk in chunks_of(model)]
+    found += [chunk.full.tensor for chunk in chunks_of(model) if not chunk.resident]
     found += [p.grad for p in model.parameters() if p.grad is not None]
-    found += [tensor for account in accounts_of(states_of(model)) for tensor in account.held]
+    found += [tensor for account in accounts_of(model) for tensor in account.held]
     return found + [value for state in optimizer.state.values() for value in state.values() if value.ndim]
 
 
@@ -263,7 +261,7 @@ def test_memory_that_is_short_at_the_end_of_parked_loses_nothing(many: bool, tmp
         loss_of(model, Turn(group.rank, 0, 2)).backward()
         optimizer.step()
         before = [t.clone() for t in (*(p.detach() for p in model.parameters()), *(p.grad.as_subclass(Tensor) for p in model.parameters()))]
-        mine = {MovableMemory(chunk.shard).bytes.untyped_storage()._cdata for state in states_of(model) for chunk in state.chunks}
+        mine = {MovableMemory(chunk.shard).bytes.untyped_storage()._cdata for chunk in chunks_of(model)}
 
         def scarce(memory: MovableMemory) -> None:
             if group.rank == last and short[0] and memory.bytes.untyped_storage()._cdata in mine:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import owned_by
 from tests.support.param_groups import Options, all_whole, as_layers, build, by_name, matrices_whole
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, sentences
-from zero3.access import states_of
-from zero3.optim.check_optimizer import owned_by
 
 INF = float("inf")
 WAYS: dict[str, Options | None] = {
@@ -48,7 +47,7 @@ def plain_with_gradients(dtype: torch.dtype, options: Options | None) -> nn.Modu
 def gradients_of(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """This rank's pieces, flat, by where they are in the model."""
     found = {}
-    for each in owned_by(states_of(model)).values():
+    for each in owned_by(model).values():
         for piece, place in each.pieces():
             if each.part.parameter.grad is not None:
                 flat = each.part.parameter.grad.as_subclass(Tensor).reshape(-1)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import states_of
 from tests.support.models import WORLDS, mlp
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, assert_close, full_gradients, on_ranks
-from zero3.access import states_of
 from zero3.comm.agreement import agree_where_nan
 from zero3.optim.token_mean import weigh
 

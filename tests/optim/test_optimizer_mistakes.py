@@ -16,7 +16,6 @@ import zero3
 from tests.optim.test_optimizer_use import loss_of, net
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
-from zero3.access import states_of
 
 
 def over_originals(model: Any, group: Any) -> tuple[Any, optim.Optimizer]:
@@ -63,7 +62,7 @@ def rates_by_rank(model: Any, group: Any) -> tuple[Any, optim.Optimizer]:
     """As a schedule leaves them that goes by each rank's own loss."""
     model, optimizer = over_chunks(model, group)
     following = schedulers.ReduceLROnPlateau(optimizer, patience=0)
-    improves = 0.5 if states_of(model)[0].communicator.rank == 0 else 0.0
+    improves = 0.5 if zero3.report(model).rank == 0 else 0.0
     for step in range(3):
         following.step(1.0 - step * improves)
     return model, optimizer

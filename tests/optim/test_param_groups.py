@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import chunks_of, owned_by
 from tests.support.param_groups import (
     WORLDS,
     Options,
@@ -27,8 +28,6 @@ from tests.support.param_groups import (
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, odd_model, sentences
 from zero3 import ParamInfo
-from zero3.access import states_of
-from zero3.optim.check_optimizer import owned_by
 
 
 def mixed(seed: int) -> Options:
@@ -75,18 +74,17 @@ def test_parts_are_the_chunks_memory_and_stand_in_their_place_in_get_trainable_c
         assert held == {id(p) for p in model.get_trainable_chunk() if p.numel()}
         assert {id(p) for p in model.parameters()} >= held
         loss_of(model, sentences(group.rank)).backward()
-        for state in states_of(model):
-            for chunk in state.chunks:
-                storages = {part.parameter.untyped_storage().data_ptr() for part in chunk.parts if part.parameter.numel()}
-                assert len(storages) <= 1
-                gradients = {p.parameter.grad.untyped_storage().data_ptr() for p in chunk.parts if p.parameter.grad is not None}
-                assert len(gradients) <= (1 if chunk.parts[0].parameter.numel() else 0)
-                choices = ["bias" in piece.slot.name for piece in chunk.layout.pieces(group.rank)]
-                runs = sum(a != b for a, b in zip(choices, [None, *choices][:-1], strict=True))
-                whole_chunk = len({"bias" in slot.name for slot in chunk.layout.slots}) == 1 or not chunk.shard.requires_grad
-                empty = sum(not slot.numel for slot in chunk.layout.slots) if group.rank == chunk.layout.first_holder else 0
-                assert len(chunk.parts) == (1 if whole_chunk else max(1, runs + empty)), "neighbours of one group are one part"
-                assert (chunk.parts[0].parameter is chunk.shard) == whole_chunk
+        for chunk in chunks_of(model):
+            storages = {part.parameter.untyped_storage().data_ptr() for part in chunk.parts if part.parameter.numel()}
+            assert len(storages) <= 1
+            gradients = {p.parameter.grad.untyped_storage().data_ptr() for p in chunk.parts if p.parameter.grad is not None}
+            assert len(gradients) <= (1 if chunk.parts[0].parameter.numel() else 0)
+            choices = ["bias" in piece.slot.name for piece in chunk.layout.pieces(group.rank)]
+            runs = sum(a != b for a, b in zip(choices, [None, *choices][:-1], strict=True))
+            whole_chunk = len({"bias" in slot.name for slot in chunk.layout.slots}) == 1 or not chunk.shard.requires_grad
+            empty = sum(not slot.numel for slot in chunk.layout.slots) if group.rank == chunk.layout.first_holder else 0
+            assert len(chunk.parts) == (1 if whole_chunk else max(1, runs + empty)), "neighbours of one group are one part"
+            assert (chunk.parts[0].parameter is chunk.shard) == whole_chunk
         return [tuple(f"{k}={v}" for k, v in g.items() if k != "params") for g in groups]
 
     models = [build(rank) for rank in range(world_size)]
@@ -101,7 +99,7 @@ def test_each_whole_parameter_lies_on_one_rank_and_ranks_hold_about_as_much(worl
         before = sum(g["params"][0].numel() for g in [{"params": model.get_trainable_chunk()}])
         assert before
         groups = zero3.param_groups(model, lambda name, info: {"whole": True})
-        names, found = [], owned_by(states_of(model))
+        names, found = [], owned_by(model)
         for parameter in groups[0]["params"]:
             [(piece, place)] = found[id(parameter)].pieces()
             assert (place.start, place.stop) == (piece.start, piece.stop) == (0, parameter.numel())

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import zero3
+from tests.support.inside import chunks_of
 from tests.support.param_groups import WORLDS, Options, all_whole, as_layers, build, by_name, make, matrices_whole
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, sentences
-from zero3.access import states_of
 
 MISTAKES: dict[str, tuple[Callable[[int], Options], str]] = {
     "other options on one rank": (lambda rank: lambda name, info: {"lr": 0.1 + (rank == 1 and "bias" in name)}, "options of 1.norm.bias"),
@@ -128,7 +128,7 @@ def test_a_gathering_that_fails_changes_nothing_on_any_rank() -> None:
             zero3.param_groups(model, all_whole)
         assert count[0] == 3
         assert same_snapshot(before, snapshot(model))
-        assert all(chunk.layout.bounds is None for state in states_of(model) for chunk in state.chunks)
+        assert all(chunk.layout.bounds is None for chunk in chunks_of(model))
 
     models = [build(rank) for rank in range(2)]
     run_ranks(2, body)

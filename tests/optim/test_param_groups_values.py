@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 import zero3
+from tests.support.inside import owned_by
 from tests.support.param_groups import WORLDS, Options, all_whole, as_layers, build, by_name, info_of, make, matrices_whole, steps
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, sentences
-from zero3.access import states_of
-from zero3.optim.check_optimizer import owned_by
 
 
 @WORLDS
@@ -83,7 +82,7 @@ def test_states_are_read_and_written_as_before(world_size: int, options: Options
             left_out = not parameter.requires_grad or options(name, info_of(name, parameter)) is None
             assert torch.equal(found[name], 2 * others[name] if left_out else torch.ones_like(others[name])), name
         filled = [p for p in model.parameters() if p.numel()]
-        assert all(owned_by(states_of(model))[id(p)].chunk.shard.untyped_storage()._cdata == p.untyped_storage()._cdata for p in filled)
+        assert all(owned_by(model)[id(p)].chunk.shard.untyped_storage()._cdata == p.untyped_storage()._cdata for p in filled)
 
     models = [build(rank) for rank in range(world_size)]
     values, others = (nn.Sequential(*build(seed)).state_dict() for seed in (0, 1))
@@ -119,8 +118,8 @@ def test_a_norm_of_a_part_is_refused_and_of_a_whole_parameter_is_right() -> None
             with pytest.raises(RuntimeError, match=r"zero3\.clip_grad_norm_"):
                 part.grad.norm()
         for part in whole:
-            [(piece, _)] = owned_by(states_of(model))[id(part)].pieces()
-            name = f"{owned_by(states_of(model))[id(part)].state.label.split(chr(39))[1]}.{piece.slot.name}"
+            [(piece, _)] = owned_by(model)[id(part)].pieces()
+            name = f"{owned_by(model)[id(part)].state.label.split(chr(39))[1]}.{piece.slot.name}"
             expected = plain.get_parameter(name).grad
             assert part.grad.norm().item() == pytest.approx(expected.norm().item(), rel=1e-9)
             assert torch.linalg.vector_norm(part.grad).item() == pytest.approx(expected.norm().item(), rel=1e-9)

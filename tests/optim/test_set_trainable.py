@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support import processes
+from tests.support.inside import states_of
 from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_close, process_group
 from tests.support.stacks import loss_of, stack, train
 from zero3 import ParamInfo, ShardingPolicy
-from zero3.access import states_of
 from zero3.build.host import memory_for
 from zero3.optim import whole_parameters
 

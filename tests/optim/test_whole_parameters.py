@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import chunks_of
 from tests.support.models import WORLDS
 from tests.support.param_groups import Options, all_whole, build, matrices_whole, mean, plain_groups, run_plain, steps
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, odd_model, sentences
-from zero3.access import states_of
 
 
 def trained(rank: Rank, options: Options) -> tuple[list[float], dict[str, Tensor]]:
@@ -110,7 +110,7 @@ def test_what_is_cast_to_travel_is_cut_anew_without_a_cast() -> None:
         layers = [zero3.Zero3Layer(module, policy=policy, process_group=group) for module in models[group.rank]]
         model = zero3.Zero3Sequential(layers)
         groups = zero3.param_groups(model, matrices_whole)
-        assert any(chunk.layout.bounds is not None for state in states_of(model) for chunk in state.chunks)
+        assert any(chunk.layout.bounds is not None for chunk in chunks_of(model))
         state = zero3.full_state_dict(model, rank0_only=False)
         loss_of(model, sentences(0)).backward()
         assert all(p.grad.dtype == torch.float32 for group_ in groups for p in group_["params"] if p.numel())
@@ -182,19 +182,19 @@ def test_param_groups_where_nothing_is_trainable() -> None:
 
 
 def test_param_groups_makes_new_chunks_only_where_cuts_change() -> None:
-    def chunks_of(model: nn.Module) -> list[int]:
-        return [id(chunk) for state in states_of(model) for chunk in state.chunks]
+    def ids_of(model: nn.Module) -> list[int]:
+        return [id(chunk) for chunk in chunks_of(model)]
 
     def body(group: ThreadCommunicator) -> None:
         layer = zero3.Zero3Layer(models[group.rank], process_group=group)
-        made = chunks_of(layer)
+        made = ids_of(layer)
         zero3.param_groups(layer, lambda name, info: {"lr": info.ndim})
-        assert chunks_of(layer) == made
+        assert ids_of(layer) == made
         zero3.param_groups(layer, all_whole)
-        cut = chunks_of(layer)
+        cut = ids_of(layer)
         assert not set(cut) & set(made) and len(cut) == 1, "and none for what is left, where nothing is"
         zero3.param_groups(layer, all_whole)
-        assert chunks_of(layer) == cut
+        assert ids_of(layer) == cut
 
     models = [nn.Linear(3, 3) for _ in range(2)]
     run_ranks(2, body)

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import zero3
-from tests.support.planned import PLANS, Case, model_of, peak_and_files_on, plan_of
+from tests.support.planned import CAUSES, PLANS, Case, model_of, peak_and_files_on, plan_of
 from tests.support.processes import on_ranks
 from zero3.planning.absent import AbsentRanks
-from zero3.planning.ledger import CAUSES
 from zero3.planning.watching import _held_by
 
 pytestmark = PLANS

@@ -13,10 +13,9 @@ from torch import nn
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import zero3
-from tests.support.planned import FAMILIES, PLANS, Case, model_of, norms, peak_on, plan_of
+from tests.support.live import lonely
+from tests.support.planned import CAUSES, FAMILIES, PLANS, Case, model_of, norms, peak_on, plan_of
 from tests.support.processes import on_ranks
-from zero3.planning.absent import AbsentRanks
-from zero3.planning.ledger import CAUSES
 
 pytestmark = [pytest.mark.slow, *PLANS]
 
@@ -142,8 +141,7 @@ def test_plan_and_report_agree(policy: zero3.ShardingPolicy, replicas: int) -> N
     plan = zero3.plan(
         model_of(Case()), ranks=ranks, batch=1, sequence=8, policy=policy, device="cpu", optimizer=torch.optim.SGD, mesh=(replicas, 2)
     )
-    group = AbsentRanks(ranks, pieces=False, replicas=replicas)
-    report = zero3.report(zero3.shard(model_of(Case()), device="meta", policy=policy, process_group=group))
+    report = zero3.report(zero3.shard(model_of(Case()), policy=policy, process_group=lonely(2, replicas)))
     stored = sum(report.chunks.values())
     small = 2048  # what released parameters show, and buffers
     at_step = plan.moments[-1].by_cause

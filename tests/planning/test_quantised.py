@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from zero3.access import states_of
+from tests.support.inside import states_of
 from zero3.planning.trace import Trace
 from zero3.planning.work import Work
 from zero3.quantized.codec import SLICE_NUMEL

@@ -24,7 +24,7 @@ def model(dtype: torch.dtype = torch.float32) -> Any:
         return t.LlamaForCausalLM(t.LlamaConfig(**SIZES)).to(dtype)
 
 
-def planned(**options: Any) -> zero3.planning.result.Plan:
+def planned(**options: Any) -> Any:
     return zero3.plan(model(options.pop("dtype", torch.float32)), **{"ranks": 4, "sequence": 4096, **options})
 
 

@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zero3
 from tests.support.planned import PLANS, Case, model_of
+from zero3 import Cluster
 from zero3.planning.absent import Awaited, Issued
-from zero3.planning.cluster import Cluster, cluster_of, replay
+from zero3.planning.cluster import cluster_of, replay
 from zero3.planning.setup import Setup
 from zero3.planning.trace import STEADY, repeated
 from zero3.planning.work import Work, work_of

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zero3
-from tests.support.quantised_bases import WIDTH, Adapted, blocks
+from tests.support.quantised_bases import WIDTH, Adapted, blocks, quantised_names
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from zero3 import MXFP4, NF4, Int8, ParamInfo, ShardingPolicy
-from zero3.access import states_of
 
 NF4_POLICY = ShardingPolicy(quantize=NF4())
 
@@ -58,17 +57,13 @@ class Everything(nn.Module):
         return self.head
 
 
-def quantized_in(model: nn.Module) -> list[str]:
-    return sorted(sharded.sites.name for state in states_of(model) for sharded in state.parameters if sharded.chunk.read_only)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_quantize_by_default_linear_weights_and_experts(tied: bool) -> None:
     model = zero3.Zero3Layer(Everything(tied), policy=NF4_POLICY)
-    assert quantized_in(model) == ["experts.weight", "half.weight", "linear.weight"]
-    shown = {p.sites.name: p.stand_in.dtype for p in states_of(model)[0].parameters}
-    assert shown["half.weight"] == torch.bfloat16
-    assert shown["linear.weight"] == torch.float32
+    assert quantised_names(model) == ["experts.weight", "half.weight", "linear.weight"]
+    shown = {name: module.weight.dtype for name, module in model.named_modules() if name in ("half", "linear")}
+    assert shown["half"] == torch.bfloat16
+    assert shown["linear"] == torch.float32
 
 
 def test_quantize_what_select_says() -> None:
@@ -79,7 +74,7 @@ def test_quantize_what_select_says() -> None:
         return name == "embed.weight"
 
     model = zero3.shard(Everything(), [nn.Linear], policy=ShardingPolicy(quantize=MXFP4(select=select)))
-    assert quantized_in(model) == ["embed.weight"]
+    assert quantised_names(model) == ["embed.weight"]
     assert seen == {name: ParamInfo(name, tuple(p.shape), p.numel(), p.dtype, p.ndim) for name, p in Everything().named_parameters()}
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import zero3
 from tests.support.adapters import same_bits
 from tests.support.models import WORLDS
+from tests.support.quantised_bases import Kind
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, process_group
-from zero3.quantized.formats import Format
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -87,7 +87,7 @@ def reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-def shard(model: nn.Module, group: ThreadCommunicator, kind: Format | None = None) -> Any:
+def shard(model: nn.Module, group: ThreadCommunicator, kind: Kind | None = None) -> Any:
     """Without a format, the configuration's counts."""
     policy = zero3.ShardingPolicy(quantize=kind)
     return zero3.shard(model, device="cpu", policy=policy, process_group=process_group(group))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import threading
+from collections import Counter
 from copy import deepcopy
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support import disk
 from tests.support.adapters import same_bits
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
-from zero3.checkpoint.safetensors_files import SafetensorsFiles
-from zero3.huggingface import load_pretrained as loading
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -84,14 +85,14 @@ def test_load_pretrained_quantizes_experts_that_files_hold_one_by_one(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [*FORMATS.values(), zero3.Float8()], ids=lambda kind: kind.name)
-def test_each_rank_reads_the_elements_that_it_keeps_and_no_others(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_the_elements_that_it_keeps_and_no_others(kind: Any, tmp_path: Path) -> None:
     """Blocks that its edges cut as well: ranks share what they need to know of each other's parts."""
-    opened: list[SafetensorsFiles] = []
+    by_rank: Counter[FileIO] = Counter()  # each rank opens the file
 
-    class Counted(SafetensorsFiles):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            opened.append(self)
+    def counted(file: FileIO, offset: int, into: memoryview) -> int:
+        count = disk.read(file, offset, into)
+        by_rank[file] += count
+        return count
 
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -105,42 +106,37 @@ def test_each_rank_reads_the_elements_that_it_keeps_and_no_others(kind: Any, tmp
     plain = wide("cpu")
     safetensors.save_file(plain.state_dict(), tmp_path / "model.safetensors")
     models = [wide("meta") for _ in range(2)]
-    monkeypatch.setattr(loading, "SafetensorsFiles", Counted)
-    run_ranks(2, lambda group: zero3.load_pretrained(shard(models[group.rank], group, kind), tmp_path))
+    with disk.reading(counted):
+        run_ranks(2, lambda group: zero3.load_pretrained(shard(models[group.rank], group, kind), tmp_path))
     stored = sum(tensor.nbytes for tensor in plain.state_dict().values())
-    read = [files.bytes_read for files in opened]
-    assert sum(read) == stored
+    assert len(by_rank) == 2 and by_rank.total() == stored
     scales = stored // 2 * 0.15  # in a slot they stand behind the codes, so the last rank has fewer codes
-    assert max(read) <= stored / 2 + scales
+    assert max(by_rank.values()) <= stored / 2 + scales
 
 
-def test_a_read_that_fails_on_one_rank_is_an_error_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_on_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     built().save_pretrained(tmp_path)
     models = [built(device="meta") for _ in range(2)]
-    plain = SafetensorsFiles.read
+    local = threading.local()
 
-    def read(files: Any, stored: Any, start: int, target: Tensor) -> None:
-        if files.fails and "up_proj" in stored.name:
+    def read(file: FileIO, offset: int, into: memoryview) -> int:
+        local.left -= 1
+        if local.left == 0:
             raise OSError("the disk is gone")
-        plain(files, stored, start, target)
-
-    monkeypatch.setattr(SafetensorsFiles, "read", read)
-    monkeypatch.setattr(SafetensorsFiles, "fails", False, raising=False)
+        return disk.read(file, offset, into)
 
     def body(group: ThreadCommunicator) -> str:
         model = shard(models[group.rank], group, zero3.NF4())
-
-        class Failing(SafetensorsFiles):
-            fails = group.rank == 1
-
-        with pytest.raises(RuntimeError, match="the disk is gone") as caught, closing(Failing(tmp_path)) as files:
-            loading._load(model, loading.states_of(model), files, loading.fit(model, files.tensors, True))
+        local.left = 8 if group.rank == 1 else -1  # until it fails
+        with pytest.raises(RuntimeError, match="the disk is gone") as caught:
+            zero3.load_pretrained(model, tmp_path)
         with pytest.raises(RuntimeError, match="has no values yet"):
             model(torch.ones(1, 3, dtype=torch.long))
         zero3.load_pretrained(model, tmp_path)
         return str(caught.value)
 
-    assert len(set(run_ranks(2, body))) == 1
+    with disk.reading(read):
+        assert len(set(run_ranks(2, body))) == 1
 
 
 # -- what a configuration asks for

@@ -14,7 +14,6 @@ from tests.support.quantised_bases import INNER, WIDTH, blocks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import in_sequence, process_group
 from zero3 import NF4, ShardingPolicy
-from zero3.access import states_of
 
 pytestmark = pytest.mark.slow
 
@@ -73,15 +72,15 @@ def test_quantized_layers_travel_as_bytes(world_size: int) -> None:
 
     def body(group: ThreadCommunicator) -> None:
         model = in_sequence(models[group.rank], process_group(group), ShardingPolicy(quantize=kind))
-        chunks = [chunk for state in states_of(model) for chunk in state.chunks if chunk.read_only]
+        chunks = [chunk for chunk in model.parameters() if chunk.dtype == torch.uint8]
         nbytes = sum(kind.nbytes(shape) for shape in ((INNER, WIDTH), (WIDTH, INNER)))
-        assert [chunk.shard.nbytes for chunk in chunks] == [-(-nbytes // world_size)] * 3
+        assert [chunk.nbytes for chunk in chunks] == [-(-nbytes // world_size)] * 3
         before = len(group.log)
         model(torch.randn(2, 5, WIDTH, dtype=torch.float64)).sum().backward()
         gathers = [c for c in group.log[before:] if c.kind == "all_gather" and c.dtype == torch.uint8]
         assert [c.numel for c in gathers] == ([world_size * -(-nbytes // world_size)] * 5 if world_size > 1 else [])
         stored = zero3.report(model).chunks
-        assert stored["frozen nf4(64, double)"] == sum(chunk.shard.nbytes for chunk in chunks)
+        assert stored["frozen nf4(64, double)"] == sum(chunk.nbytes for chunk in chunks)
         assert "frozen uint8" not in stored
         assert zero3.report(model).parameters == sum(p.numel() for p in blocks().parameters())
 

@@ -11,10 +11,9 @@ from torch.nn import functional
 
 import zero3
 from tests.support.models import WORLDS
-from tests.support.quantised_bases import WIDTH, blocks, is_base, program, quantizing, seeded
+from tests.support.quantised_bases import WIDTH, Kind, blocks, is_base, program, quantizing, seeded
 from tests.support.reference import check_parity, in_sequence
 from zero3 import NF4, Float8, Int8, ShardingPolicy
-from zero3.quantized.formats import Format
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +74,7 @@ class Ways(nn.Module):
 @WORLDS
 @pytest.mark.parametrize("how", ["index", "unbind", "iterate", "halves", "bmm", "baddbmm", "added", "peft"])
 @pytest.mark.parametrize("kind", [NF4(), Float8(block=(16, 8)), Int8(block_size=7)], ids=lambda kind: kind.name)
-def test_quantized_experts(world_size: int, how: str, kind: Format) -> None:
+def test_quantized_experts(world_size: int, how: str, kind: Kind) -> None:
     check_parity(
         seeded(lambda: nn.Sequential(Experts(how)), kind, is_base), program, world_size=world_size, shard=quantizing(in_sequence),
         policy=ShardingPolicy(quantize=kind),

@@ -13,20 +13,15 @@ from tests.huggingface.test_peft_adapters import lora, loss, without_warnings
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
+from tests.support.quantised_bases import Kind, quantised_names
 from tests.support.reference import Turn, assert_at_rest
 from zero3 import NF4, ShardingPolicy
-from zero3.access import states_of
-from zero3.quantized.formats import Format
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 
 
-def quantized_names(model: nn.Module) -> list[str]:
-    return [sharded.sites.name for state in states_of(model) for sharded in state.parameters if sharded.chunk.read_only]
-
-
-def dequantized(model: nn.Module, names: list[str], kind: Format) -> nn.Module:
+def dequantized(model: nn.Module, names: list[str], kind: Kind) -> nn.Module:
     with torch.no_grad():
         for name in names:
             parameter = model.get_parameter(name)
@@ -49,7 +44,7 @@ def steps(model: Any, name: str, parameters: list[nn.Parameter], ranks: range, w
 def trained(rank: Rank, name: str, targets: Any) -> None:
     kind = NF4()
     model: Any = zero3.shard(lora(name, targets), policy=ShardingPolicy(quantize=kind))
-    names = [f"{state.label.split(chr(39))[1]}.{p.sites.name}" for state in states_of(model) for p in state.parameters if p.chunk.read_only]
+    names = quantised_names(model)
     assert names
     assert not [each for each in names if "lora_" in each or "lm_head" in each or "embed" in each or "norm" in each]
     if name != "Mixtral":
@@ -106,7 +101,7 @@ def test_quantized_base_of_many_architectures(name: str) -> None:
     if name == "GPT-2":  # Conv1D is no linear layer: it has to be named
         kind = NF4(select=lambda key, info: key.endswith(("c_attn.weight", "c_fc.weight")))
     model = zero3.Zero3Layer(build(), policy=ShardingPolicy(quantize=kind))
-    names = quantized_names(model)
+    names = quantised_names(model)
     assert names
     plain = dequantized(build(), names, kind)
     turn = Turn(0, 0, 1)

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.quantised_bases import WIDTH, Adapted, blocks, seeded, sharded_losses
+from tests.support.inside import chunks_of
+from tests.support.quantised_bases import WIDTH, Adapted, Kind, blocks, seeded, sharded_losses
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
 from zero3 import NF4, Float8, Int8, ShardingPolicy
 from zero3.__main__ import main
-from zero3.access import states_of
-from zero3.quantized.formats import Format
 
 KIND = NF4()
 
 
-def sharded(model: nn.Module, group: Any = None, kind: Format | None = KIND) -> Any:
+def sharded(model: nn.Module, group: Any = None, kind: Kind | None = KIND) -> Any:
     return zero3.shard(model, Adapted, device="cpu", policy=ShardingPolicy(quantize=kind), process_group=group)
 
 
@@ -32,7 +31,7 @@ def original() -> nn.Module:
 
 
 def bytes_of(model: nn.Module) -> Tensor:
-    return torch.cat([chunk.shard.data for state in states_of(model) for chunk in state.chunks if chunk.read_only])
+    return torch.cat([chunk.data for chunk in model.parameters() if chunk.dtype == torch.uint8])
 
 
 def on(world_size: int, make: Callable[[], nn.Module], body: Callable[[nn.Module, Any, int], Any]) -> list[Any]:
@@ -71,7 +70,7 @@ def test_save_checkpoint_of_a_quantized_base_on_any_number_of_ranks(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", [Int8(), NF4(double_quant=False), Float8(), None], ids=lambda kind: kind.name if kind else "none")
-def test_load_checkpoint_refuses_another_format(tmp_path: Path, kind: Format | None) -> None:
+def test_load_checkpoint_refuses_another_format(tmp_path: Path, kind: Kind | None) -> None:
     zero3.save_checkpoint(tmp_path / "here", sharded(original()))
     model = sharded(original(), kind=kind)
     before = {name: value.clone() for name, value in zero3.full_state_dict(model).items()}
@@ -148,7 +147,7 @@ def test_materialize_a_quantized_model(world_size: int, loaded: bool) -> None:
             model(torch.zeros(2, 5, WIDTH, dtype=torch.float64))
         if loaded:
             zero3.load_full_state_dict(model, given.state_dict() if rank == 0 else None)
-            for chunk in (chunk for state in states_of(model) for chunk in state.chunks if chunk.shard.requires_grad):
+            for chunk in (chunk for chunk in chunks_of(model) if chunk.shard.requires_grad):
                 chunk.unloaded = set(range(len(chunk.layout.slots)))  # as a loader leaves them that finds no adapters
         if rank == 0:
             torch.manual_seed(7)
@@ -168,7 +167,7 @@ def test_values_that_full_params_has_shown_are_gone_afterwards(world_size: int) 
 
     def body(model: nn.Module, group: Any, rank: int) -> None:
         model = sharded(model, group)
-        chunks = [chunk for state in states_of(model) for chunk in state.chunks if chunk.read_only]
+        chunks = [chunk for chunk in chunks_of(model) if chunk.read_only]
         for _ in range(2):
             with zero3.full_params(model):
                 values = [weakref.ref(view) for chunk in chunks for view in chunk.views]

@@ -15,6 +15,7 @@ from tests.support.models import WORLDS
 from tests.support.quantised_bases import (
     WIDTH,
     Adapted,
+    Kind,
     blocks,
     by_shard,
     formats,
@@ -28,7 +29,6 @@ from tests.support.quantised_bases import (
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, as_one_layer, check_parity, in_sequence, nested, process_group
 from zero3 import NF4, ShardingPolicy
-from zero3.quantized.formats import Format
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 @WORLDS
 @formats
 @pytest.mark.parametrize("shard", [in_sequence, as_one_layer, nested, by_shard], ids=lambda shard: shard.__name__)
-def test_quantized_base_trains_as_its_dequantized_values_do(world_size: int, kind: Format, shard: Any) -> None:
+def test_quantized_base_trains_as_its_dequantized_values_do(world_size: int, kind: Kind, shard: Any) -> None:
     """One rank to the bit, several to the order of sums."""
     build = seeded(blocks, kind, is_base)
     check_parity(build, program, world_size=world_size, shard=quantizing(shard), policy=ShardingPolicy(quantize=kind))

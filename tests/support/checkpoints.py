@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,18 @@ class Odd(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def content_of(checkpoint: Path) -> Any:
+    """Of its manifest."""
+    return json.loads((checkpoint / "manifest.json").read_text())
+
+
+def rewrite(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Makes it the manifest's content, with the hash that belongs to it."""
+    content = {key: value for key, value in content.items() if key != "sha256"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    (checkpoint / "manifest.json").write_text(json.dumps({**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
 
 
 def odd() -> Odd:

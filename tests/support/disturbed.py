@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import finetune
 
 import zero3
-from zero3.checkpoint import file_operations
+from tests.support import disk
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -57,17 +57,18 @@ def in_step(number: int, act: Callable[[], object]) -> None:
 
 def in_save(number: int, act: Callable[[], object]) -> None:
     """When half of what this rank writes into its checkpoint number `number` is on the disk."""
-    write, save, saves = file_operations.write, zero3.save_checkpoint, 0
+    save, saves = zero3.save_checkpoint, 0
 
     def counting(*given: Any, **options: Any) -> Any:
         nonlocal saves
         saves += 1
         if saves == number:
-            file_operations.write = half
+            with disk.replaced("write", half):
+                return save(*given, **options)
         return save(*given, **options)
 
     def half(file: Any, views: list[memoryview]) -> None:
-        write(file, [views[0][: len(views[0]) // 2]])
+        disk.OPERATIONS["write"](file, [views[0][: len(views[0]) // 2]])
         act()
 
     zero3.save_checkpoint = counting

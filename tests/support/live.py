@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zero3.comm.mesh import MeshCommunicator
 from zero3.comm.streams import Lanes, lanes_for
 
 
@@ -112,3 +113,8 @@ class LonelyCommunicator:
 
     def same_ranks(self, other: object) -> bool:
         return isinstance(other, LonelyCommunicator)
+
+
+def lonely(shards: int, replicas: int = 1) -> Any:
+    """A rank without the others, of a mesh if there are replicas."""
+    return LonelyCommunicator(shards) if replicas == 1 else MeshCommunicator(LonelyCommunicator(shards), LonelyCommunicator(replicas))

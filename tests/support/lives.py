@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support.crew import Member
+from tests.support.inside import states_of
 from tests.support.models import WIDTH, Fuse, seeded
 from tests.support.reference import assert_at_rest, full_parameters, in_place, in_sequence, nested
-from zero3.access import states_of
 
 BLOCKS = 3
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import zero3
 from tests.support.reference import Turn
 from zero3 import MXFP4, NF4, Float8, Int8, ShardingPolicy
-from zero3.quantized.formats import Format
 
-FORMATS = [NF4(), NF4(double_quant=False), Int8(), Float8(block=(8, 8)), MXFP4()]
+Kind = NF4 | Int8 | Float8 | MXFP4
+FORMATS: list[Kind] = [NF4(), NF4(double_quant=False), Int8(), Float8(block=(8, 8)), MXFP4()]
 WIDTH, INNER = 24, 40
 formats = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
 
@@ -32,7 +32,7 @@ class Adapted(nn.Module):
         return x + self.down(torch.tanh(self.up(x) + x @ self.first.t() @ self.second.t()))
 
 
-def seeded(make: Callable[[], nn.Module], kind: Format, where: Callable[[str, Tensor], bool]) -> Callable[[], nn.Module]:
+def seeded(make: Callable[[], nn.Module], kind: Kind, where: Callable[[str, Tensor], bool]) -> Callable[[], nn.Module]:
     """Builds the model with what `kind` makes of its weights. It keeps the weights themselves for `quantizing`."""
 
     def build() -> nn.Module:
@@ -59,6 +59,12 @@ def quantizing(shard: Any) -> Any:
         return shard(model, group, policy)
 
     return sharded
+
+
+def quantised_names(model: nn.Module) -> list[str]:
+    """The names of the parameters that are quantised, sorted. While layers compute, they have a class that says so."""
+    with zero3.resident(model):
+        return sorted(name for name, parameter in model.named_parameters() if type(parameter).__name__ == "QuantizedParameter")
 
 
 def is_base(name: str, parameter: Tensor) -> bool:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import zero3
+from tests.support.inside import chunks_of, states_of
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
-from zero3.access import states_of
 from zero3.core.autograd import tensors_in
-from zero3.core.layer_state import Presence
 
 TOLERANCE = 1e-12  # fp64; only the order of a few sums differs
 
@@ -209,14 +208,13 @@ def full_gradients(model: nn.Module, group: ThreadCommunicator) -> dict[str, Ten
 def assert_at_rest(model: nn.Module) -> None:
     """Nothing is fetched, no full buffer holds memory, `parameters()` yields exactly the chunks, padding is zero."""
     for state in states_of(model):
-        assert state.presence is Presence.RELEASED, state.label
+        assert state.presence.value == "released", state.label
         for chunk in state.chunks:
             if state.communicator.shards > 1:
                 assert chunk.full.tensor.untyped_storage().nbytes() == 0, state.label
             own = chunk.layout.numel - chunk.layout.chunk_range(state.communicator.shard_rank)[0]
             assert not chunk.shard.detach()[max(0, own) :].any(), "padding of a chunk must stay zero"
-    chunks = [chunk.shard for state in states_of(model) for chunk in state.chunks]
-    assert {id(p) for p in model.parameters()} == {id(chunk) for chunk in chunks}
+    assert {id(p) for p in model.parameters()} == {id(chunk.shard) for chunk in chunks_of(model)}
 
 
 def detached(value: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero3.checkpoint import file_operations
+from tests.support import disk
 from zero3.comm import gloo
 
 TRANSFERS = 17  # of a micro-batch of six layers: 6 gathers forward, 5 backward, 6 reductions
@@ -133,4 +133,4 @@ def failing_step(optimizer: torch.optim.Optimizer, kind: str | None) -> Iterator
 
 def failing_save(number: int) -> Any:
     """The disk is full in the write of that number."""
-    return trap(file_operations, "write", number, OSError(28, "injected"))
+    return trap(disk.file_operations, "write", number, OSError(28, "injected"))

@@ -26,7 +26,6 @@ from torch import nn
 import zero3
 from tests.support.hanging import behind
 from tests.support.processes import Rank, on_ranks, try_on_ranks
-from zero3.checkpoint import file_operations
 
 WIDTH, STEPS, SLOW = 16, 12, 5
 KILLED, STUCK, FULL, DAMAGED = (
@@ -80,7 +79,7 @@ def _save(model: Any, optimizer: Any, fast: Path, slow: Path, step: int, losses:
         zero3.save_checkpoint(slow / f"step-{step}", model, optimizer, **given)
     disk: AbstractContextManager[Any] = nullcontext()
     if full:
-        disk = mock.patch.object(file_operations, "write", side_effect=OSError(errno.ENOSPC, "injected"))
+        disk = disk.replaced("write", mock.Mock(side_effect=OSError(errno.ENOSPC, "injected")))
     with disk:
         try:
             zero3.save_checkpoint(fast / f"step-{step}", model, optimizer, local=True, replicas=1, **given)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 
 import zero3
-from zero3.layer import layers_of
 
 WORDS, WIDTH, BATCH, LENGTH = 13, 7, 12, 5  # 12 sentences: a whole number for 1, 2, 3 and 4 ranks
 
@@ -109,7 +108,7 @@ def gradient_pieces(model: nn.Module, rank: int) -> dict[str, Tensor]:
     """This rank's part of each parameter's gradient, flat; parts of one parameter join in rank order."""
     pieces = {}
     prefixes = {layer: name + "." if name else "" for name, layer in model.named_modules() if isinstance(layer, zero3.Zero3Layer)}
-    for layer in layers_of(model):
+    for layer in prefixes:
         for chunk in layer._state.chunks:
             if chunk.shard.requires_grad:
                 gradient = chunk.shard.grad.as_subclass(Tensor)

@@ -15,12 +15,10 @@ from torch.func import functional_call
 
 import zero3
 from tests.support.crew import Crew, Member
+from tests.support.inside import accounts_of, presences, states_of
 from tests.support.lives import Block, Plan, dynamic_shards, look, plans, policies, shards, worlds
 from tests.support.models import WIDTH
 from tests.support.reference import assert_close, process_group
-from zero3.access import states_of
-from zero3.core.layer_state import Presence, accounts_of
-from zero3.core.parameters import unwrapped
 
 # of what is computed or reduced in that dtype; parameters are fp64. Errors do not add up: see `_follow`
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -59,7 +57,8 @@ class Twins(RuleBasedStateMachine):
 
         def make(me: Member) -> None:
             me.model = shard(copies[me.group.rank].to(me.device), process_group(me.group), self.policy)
-            me.blocks = [unwrapped(module) for module in me.model.modules() if isinstance(module, Block)]
+            found = [module for module in me.model.modules() if isinstance(module, Block)]
+            me.blocks = [module.module if isinstance(module, zero3.Zero3Layer) else module for module in found]
             me.optimizer = self._optimizer(zero3.get_trainable_chunk(me.model))
             copies[me.group.rank] = None  # type: ignore[call-overload]
             with zero3.full_params(me.model):  # this makes buffers that are made at their first use
@@ -78,7 +77,7 @@ class Twins(RuleBasedStateMachine):
             for state in states_of(me.model):
                 state.log.look()
             held = [value for state in me.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-            held += filter(torch.is_tensor, (each._guard.nothing for each in accounts_of(states_of(me.model))))
+            held += filter(torch.is_tensor, (each._guard.nothing for each in accounts_of(me.model)))
             return me.live.now - sum(tensor.nbytes for tensor in held)
 
         return self.crew.each(count)
@@ -151,8 +150,8 @@ class Twins(RuleBasedStateMachine):
         if self.crew is None:
             return
         looks = self.policy.stage == 1 and self.number % 3 == 0  # then gradients are reduced that have stayed whole
-        states = self.crew.each(lambda me: [state.presence for state in states_of(me.model)])
-        assert all(presence in (Presence.RELEASED, Presence.KEPT) for presence in states[0]), states
+        states = self.crew.each(lambda me: presences(me.model))
+        assert all(presence in ("released", "kept") for presence in states[0]), states
         assert all(other == states[0] for other in states)
         parameters = dict(self.plain.named_parameters())
         zeros = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}

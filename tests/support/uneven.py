@@ -15,7 +15,6 @@ import zero3
 from tests.support.models import Checkpointed
 from tests.support.reference import assert_close
 from tests.support.training import WORDS, loss_of, odd_model
-from zero3.layer import layers_of
 from zero3.towers.entering import gates_of
 from zero3.uneven.coordinator import JoinCoordinator
 from zero3.uneven.joinable import runtimes_of
@@ -172,7 +171,7 @@ def failing(model: nn.Module, place: str | None) -> Iterator[Callable[[str], Non
         if here in ("", place):
             raise ArithmeticError(f"in {place}")
 
-    layer = list(layers_of(model))[2].module
+    layer = [each for each in model.modules() if isinstance(each, zero3.Zero3Layer)][2].module
     hooks = [
         layer.register_forward_pre_hook(lambda *_: fail("forward")),
         layer.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda _: fail("backward")) and None),

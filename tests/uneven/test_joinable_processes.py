@@ -15,12 +15,10 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero3
+from tests.support.inside import is_straight
 from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
 from tests.support.reference import assert_at_rest
 from tests.support.uneven import Failure, Plan, Story, adamw, assert_same, plain, sharded, tell_sharded, words
-from zero3.access import states_of
-from zero3.conductors.conducted import ConductedCommunicator
-from zero3.core.collectives import Straight
 
 
 @contextmanager
@@ -29,9 +27,7 @@ def joined(model: nn.Module, step: Callable[[], None], **options: Any) -> Iterat
     with Join([uneven], **options):
         yield uneven
     assert_at_rest(model)
-    assert all(
-        isinstance(state.conductor, Straight) and not isinstance(state.communicator, ConductedCommunicator) for state in states_of(model)
-    )
+    assert is_straight(model)
 
 
 def train(rank: Rank, plans: list[Plan]) -> list[Story]:
@@ -83,7 +79,7 @@ def refuse_early(rank: Rank) -> tuple[str, bool, float]:
     loss(model, words(rank.number, 8, 0)).backward()
     assert_at_rest(model)
     total = sum(parameter.detach().sum().item() for parameter in zero3.full_state_dict(model, rank0_only=False).values())
-    return text, isinstance(states_of(model)[0].conductor, Straight), total
+    return text, is_straight(model), total
 
 
 def test_early_termination_raises_on_all_ranks_and_they_train_on() -> None:
@@ -106,7 +102,7 @@ def disabled(rank: Rank) -> bool:
                     raise ArithmeticError
                 value.backward()
             uneven.step()
-    return guarded.failed and isinstance(states_of(model)[0].conductor, Straight)
+    return guarded.failed and is_straight(model)
 
 
 def test_a_disabled_context_does_nothing() -> None:

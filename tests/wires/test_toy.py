@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zero3
+from tests.support.inside import chunks_of
 from tests.support.models import mlp, rows
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
@@ -32,7 +33,7 @@ def halved() -> Any:
 
 def trained(group: ThreadCommunicator, policy: ShardingPolicy, wires: list[Any]) -> list[torch.Tensor]:
     model = zero3.shard(mlp(), nn.Linear, policy=policy, process_group=process_group(group))
-    wires += [chunk.wire for state in zero3.access.states_of(model) for chunk in state.chunks]  # type: ignore[attr-defined]
+    wires += [chunk.wire for chunk in chunks_of(model)]
     optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1)
     for _ in range(3):
         model(rows(3)).pow(2).mean().backward()

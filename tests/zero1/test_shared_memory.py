@@ -19,7 +19,6 @@ from tests.support.processes import Rank, on_ranks
 from zero3.comm.factory import communicator_for, give_memory_back
 from zero3.comm.gloo import GlooCommunicator
 from zero3.comm.shared_memory.host_memory import HostMemory
-from zero3.comm.shared_memory.neighbours import SWITCH
 from zero3.zero1.gathers import PIECES_BYTES
 
 pytestmark = pytest.mark.skipif(
@@ -109,7 +108,7 @@ def test_zeroredundancyoptimizer_gives_shared_memory_back_after_each_step(option
 
 
 def train_by_sockets(rank: Rank) -> bool:
-    with mock.patch.dict(os.environ, {SWITCH: "0"}):
+    with mock.patch.dict(os.environ, {"ZERO3_HOST_MEMORY": "0"}):
         ddp = DistributedDataParallel(layers(), bucket_cap_mb=8)
         optimizer = zero3.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
         for _ in range(3):

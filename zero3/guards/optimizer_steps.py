@@ -101,7 +101,7 @@ def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[L
     return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
 
 
-class _Step(dict[str, Any]):
+class _Arguments(dict[str, Any]):
     """The keyword arguments of a step, which bring what it leaves alone to its end. A subclass's
     step may call its base's, which then has its own; one that raises takes its own with it.
     """
@@ -139,7 +139,7 @@ class _Watched:
         of the step.
         """
         self._look(optimizer, self.left)
-        return args, _Step(kwargs, self.left)
+        return args, _Arguments(kwargs, self.left)
 
     def _look(self, optimizer: Optimizer, left: LeftAlone) -> None:
         states = self.states()
@@ -159,7 +159,7 @@ class _Watched:
 
     def _end(self, optimizer: Optimizer, kwargs: Any) -> None:
         # another hook may have put others in place of the arguments
-        (kwargs.left if isinstance(kwargs, _Step) else self.left).put_back(optimizer)
+        (kwargs.left if isinstance(kwargs, _Arguments) else self.left).put_back(optimizer)
 
     def _warn_of_unreached(self, states: list[LayerState]) -> None:
         backward = states[0].gradients.backward()
@@ -186,7 +186,7 @@ class _Watched:
             self._look(optimizer, left)
             return loss
 
-        step = _Step(kwargs, left)
+        step = _Arguments(kwargs, left)
         if "closure" in kwargs:
             step["closure"] = looked_at
             return args, step
