@@ -261,9 +261,7 @@ class Gates:
 
     @property
     def counts_every_call(self) -> bool:
-        if self._call is not None:
-            return self._call.records
-        return self._pass.recorded or self.counts_without_graph
+        return (self._call is None and self._pass.recorded) or self.counts_without_graph
 
     @property
     def counts_without_graph(self) -> bool:
@@ -286,9 +284,7 @@ class Gates:
         return last is not None and (around := last()) is not None and around is self._checkpoint
 
     def _come_to_checkpoint(self, *, same: bool) -> None:
-        """A layer is called now, or a tower's module. Those that are called in one checkpoint are
-        recomputed together.
-        """
+        """Layers and modules that are called in one checkpoint are recomputed together."""
         if not same:
             self._pass.since = self._passes.now
             self._passes.unite(inf)
@@ -326,23 +322,15 @@ class Gates:
         before, call.checkpoint = call.checkpoint, self._checkpoint
         if before is not None and before is call.checkpoint:
             self._pass.together = True
-        if call.known is None:
-            self._tell_layer(call, event)
-        else:
-            self._pass_over(call, event)
+        self._come_to(call, event)
         return call.ahead(self._depth)
 
     def recompute(self, state: LayerState) -> list[LayerState]:
         return self._trunk.recompute(state)
 
     def leave(self, state: LayerState, passes: Passes) -> None:
-        if (call := self._call) is None:
-            return
-        event = Event(state, begins=False)
-        if call.known is None:
-            self._tell_layer(call, event)
-        else:
-            self._pass_over(call, event)
+        if (call := self._call) is not None:
+            self._come_to(call, Event(state, begins=False))
 
     def finish(self, first: LayerState, passes: Passes) -> None:
         self._pass.active = False
@@ -406,9 +394,7 @@ class Gates:
             self._attend(asked)
 
     def _done(self) -> tuple[int, Callable[[], Sequence[str]]]:
-        """What ranks compare at the end of a forward. Under `Join` they have made different
-        transfers before it.
-        """
+        """What ranks compare at the end of a forward. Under `Join` earlier transfers differ."""
         runtime, (first, *_) = self._passes, self._passes.layers
         recorded = runtime.recorded()
         transfers = first.log.digest if first.communicator is runtime.communicator else 0
@@ -511,8 +497,11 @@ class Gates:
         self._tell(_END)
         self._known[call.number] = call.events
 
-    def _tell_layer(self, call: TowerCall, event: Event[LayerState]) -> None:
-        """In a tower's first call."""
+    def _come_to(self, call: TowerCall, event: Event[LayerState]) -> None:
+        """In a tower's first call, the others are told."""
+        if call.known is not None:
+            self._pass_over(call, event)
+            return
         self._tell(2 * self._passes.layers.index(event.layer) + event.begins)
         call.events.append(event)
 
