@@ -67,7 +67,7 @@ class Steps:
                 optimizer.register_step_post_hook(partial(self._tell, OUTSIDE, "outside"))
             for text in steps.problems(optimizer) if first else ():
                 _log.warning("%s", text)
-        steps.left = LeftAlone()
+        steps.left = None
         if steps.owners and (len(args) > 1 or kwargs):
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if callable(closure):
@@ -120,7 +120,8 @@ class _Watched:
         self.held = len(held)
         states = dict.fromkeys(each for p in held if isinstance(each := state_of(p), LayerState))
         self.owners = [Owner(state) for state in states]
-        self.left, self._warned = LeftAlone(), warned  # of the step that has begun last
+        self.left: LeftAlone | None = None  # of the step that has begun last
+        self._warned = warned
         self._ends = False  # whether it hears of the steps' ends
 
     def states(self) -> list[LayerState]:
@@ -138,8 +139,9 @@ class _Watched:
         """The gradients are there, or will be when somebody asks (stage 1). Returns the arguments
         of the step.
         """
-        self._look(optimizer, self.left)
-        return args, _Arguments(kwargs, self.left)
+        left = self.left = LeftAlone()
+        self._look(optimizer, left)
+        return args, _Arguments(kwargs, left)
 
     def _look(self, optimizer: Optimizer, left: LeftAlone) -> None:
         states = self.states()
@@ -159,7 +161,9 @@ class _Watched:
 
     def _end(self, optimizer: Optimizer, kwargs: Any) -> None:
         # another hook may have put others in place of the arguments
-        (kwargs.left if isinstance(kwargs, _Arguments) else self.left).put_back(optimizer)
+        left = kwargs.left if isinstance(kwargs, _Arguments) else self.left
+        if left is not None:
+            left.put_back(optimizer)
 
     def _warn_of_unreached(self, states: list[LayerState]) -> None:
         backward = states[0].gradients.backward()
@@ -178,7 +182,8 @@ class _Watched:
 
     def begin_in_closure(self, closure: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """An optimizer's closure may run the backward."""
-        optimizer, left = args[0], self.left
+        optimizer = args[0]
+        left = self.left = LeftAlone()
 
         def looked_at() -> Any:
             left.put_back(optimizer)
