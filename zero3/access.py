@@ -4,7 +4,7 @@ reset.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal
 
@@ -15,7 +15,7 @@ from .core.autograd import inside_backward
 from .core.collectives import Use
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState, check_process
-from .core.parameters import named, plain_modules
+from .core.parameters import ShardedParameter, named, plain_modules
 from .guards.calls import transformable
 from .guards.marks import state_of
 from .layer import layers_of, runtimes_in, states_in
@@ -339,6 +339,11 @@ def states_of(module: nn.Module) -> list[LayerState]:
         raise _not_sharded(module)
     check_process(states)
     return states
+
+
+def sharded_in(states: Iterable[LayerState]) -> dict[int, ShardedParameter]:
+    """The parameters of these layers, by their ids."""
+    return {id(each.sites.parameter): each for state in states for each in state.parameters}
 
 
 def used(module: nn.Module, by: str) -> list[LayerState]:

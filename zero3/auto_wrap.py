@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
@@ -264,21 +264,21 @@ def _ends(model: nn.Module, inside: list[Candidate], large: int) -> list[nn.Modu
         if isinstance(module, nn.Embedding) and _numel(module) >= large
     ]
     if hasattr(model, "get_input_embeddings"):
-        ends += [*_ask(model, "get_input_embeddings"), *_ask(model, "get_output_embeddings")]
+        for embeddings in (embeddings_of(model, "input"), embeddings_of(model, "output")):
+            if embeddings is not None:  # some models have a list of them
+                ends += [embeddings] if is_callable(embeddings) else called_in(embeddings)
     else:
         ends += [module for _, module in inside if type(module) is nn.Embedding]
     return [end for end in ends if end is not model]
 
 
-def _ask(model: nn.Module, question: str) -> list[nn.Module]:
+def embeddings_of(model: nn.Module, way: Literal["input", "output"]) -> nn.Module | None:
+    """What `get_input_embeddings()`, or that of output, of a model returns: the latter its head."""
     try:
-        answer = getattr(model, question)()
+        found = getattr(model, f"get_{way}_embeddings")()
     except (NotImplementedError, AttributeError):  # models without embeddings answer so
-        return []
-    if not isinstance(answer, nn.Module):
-        return []
-    # some models have a list of embeddings
-    return [answer] if is_callable(answer) else called_in(answer)
+        return None
+    return found if isinstance(found, nn.Module) else None
 
 
 def _mostly_its_own(module: nn.Module, counts: Counter[int]) -> bool:

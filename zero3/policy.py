@@ -135,7 +135,8 @@ class ShardingPolicy:
             layers). Every rank then takes part in the transfers of all layers, in the order of
             layers in the model, and adds zeros to the gradients of layers that it did not call. A
             forward calls each layer at most once, and in that order. Every rank that trains calls
-            at least one layer. Ranks compare 16 bytes at the end of each forward.
+            at least one layer. An activation checkpoint holds one layer, and is not reentrant.
+            Ranks compare 16 bytes at the end of each forward.
         gradient_reduction: `"mean"` over ranks, as DDP and FSDP reduce, or `"sum"`.
         reshard_after_forward: Release a layer's full parameters after its forward, and gather them
             again for its backward. False keeps them until then. A step has one gather instead of

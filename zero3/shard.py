@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -636,3 +637,13 @@ def _recomputes_reentrantly(module: nn.Module) -> bool:
     return function is not None and bool(
         getattr(function, "keywords", {}).get("use_reentrant", True)
     )
+
+
+@contextmanager
+def logging_only(tells: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Context in which zero3's log has what `tells` lets pass."""
+    _log.addFilter(tells)
+    try:
+        yield
+    finally:
+        _log.removeFilter(tells)

@@ -31,6 +31,7 @@ from zero3.planning.trace import Trace, peak_of
 RANKS, BATCH, SEQUENCE, MIB = 8, 1, 256, 2**20
 PAGE = Path(__file__).parents[2] / "docs" / "costs.md"
 ZERO3 = str(Path(zero3.__file__).parent)
+OF_PLANS = ("/planning/", "/conductors/conducted.py")  # by the latter a plan hears of what ranks do together
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -133,11 +134,11 @@ def calls_of(trace: Trace, setup: Setup) -> int:
     def called(frame: FrameType, event: str, argument: object) -> None:
         nonlocal count
         file = frame.f_code.co_filename
-        count += event == "call" and file.startswith(ZERO3) and "/planning/" not in file
+        count += event == "call" and file.startswith(ZERO3) and not any(part in file for part in OF_PLANS)
 
     sys.setprofile(called)
     try:
-        with trace._counting():
+        with trace.ledger, trace.kernels:
             trace._step(BATCH, setup.sequence, setup.accumulation)
     finally:
         sys.setprofile(None)

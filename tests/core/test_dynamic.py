@@ -289,6 +289,44 @@ def test_evaluation_may_leave_layers_out_too() -> None:
         assert torch.allclose(output, plain(torch.ones(2, WIDTH, dtype=torch.float64), list(range(rank))), rtol=0, atol=TOLERANCE)
 
 
+class Recomputed(Skipping):
+    """What follows a block saves tensors, too: its recomputation begins before a gradient has come to the layer, on some ranks alone."""
+
+    def __init__(self, together: int) -> None:
+        super().__init__()
+        self.together = together
+
+    def run(self, x: Tensor, numbers: list[int]) -> Tensor:
+        for number in numbers:
+            x = x + self.blocks[number](x)
+        return x * self.scale
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        x = self.embed(x)
+        for first in range(0, len(chosen), self.together):
+            x = checkpoint(self.run, x, chosen[first : first + self.together], use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_recomputation_may_begin_before_gradients_come(depth: int) -> None:
+    policy = ShardingPolicy(dynamic=True, prefetch_depth=depth)
+    check_parity(lambda: built(lambda: Recomputed(1)), program_of(drawn), steps=4, shard=by_shard, policy=policy, tolerance=1e-11)
+
+
+def test_two_layers_in_a_checkpoint_are_an_error_on_all_ranks_and_the_next_step_is_right() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        x = torch.ones(2, WIDTH, dtype=torch.float64)
+        with pytest.raises((ValueError, RuntimeError), match=r"'blocks\.1'.* is called in one checkpoint with another layer"):
+            model(x, [0, 1] if group.rank else [1])
+        with torch.no_grad():
+            model(x, [0, 1])  # nothing is recomputed
+        model(x, [1]).sum().backward()
+        assert_at_rest(model)
+
+    on_ranks(2, lambda: built(lambda: Recomputed(2)), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
+
+
 def test_loose_layers_are_refused() -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:
         x = model[0](torch.ones(2, 5, dtype=torch.float64, requires_grad=True))

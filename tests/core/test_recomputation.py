@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import zero3
 from tests.support.models import WIDTH, WORLDS, Calls, calls, linear, mlp, seeded
+from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Program, Shard, Turn, as_one_layer, check_parity, in_place, nested
 from zero3 import ShardingPolicy, Zero3Layer
 
@@ -193,3 +195,34 @@ def test_micro_batches_of_stage_1_through_reentrant_checkpoints_and_plain_calls(
         return losses
 
     check_parity(lambda: Uses(*mlp(3), uses=USES[name]), two, shard=nested, policy=ShardingPolicy(stage=1))
+
+
+class Pairs(nn.Module):
+    """Modules outside of the layers hold two each, and are recomputed: they enter the root's own layer anew."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.pairs, self.use_reentrant = nn.ModuleList(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(3)), use_reentrant
+        self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.pairs:
+            x = checkpoint(pair, x * self.scale, use_reentrant=self.use_reentrant, preserve_rng_state=False)
+        return x
+
+
+def by_linears(model: nn.Module, group: Any, policy: ShardingPolicy) -> nn.Module:
+    return zero3.shard(model, nn.Linear, process_group=group, policy=policy)
+
+
+@KINDS
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_root_s_own_gradients_are_reduced_once_whatever_is_recomputed(use_reentrant: bool, policy: ShardingPolicy) -> None:
+    def reductions(group: ThreadCommunicator) -> int:
+        model = by_linears(seeded(lambda: Pairs(use_reentrant)), group, policy)
+        before = len(group.log)
+        model(torch.rand(2, WIDTH, dtype=torch.float64)).sum().backward()
+        return sum(each.kind == "reduce_scatter" for each in group.log[before:])
+
+    assert run_ranks(2, reductions) == [7, 7]  # of six layers, and the root
+    check_parity(lambda: seeded(lambda: Pairs(use_reentrant)), with_input_gradient, shard=by_linears, policy=policy)

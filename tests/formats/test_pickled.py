@@ -43,6 +43,26 @@ def test_names_that_checkpoints_use() -> None:
     assert found[0] == {"a": 1} and found[1] == collections.Counter("aab") and found[2] == {1: [2]} and found[3] == {1, 2}
 
 
+@pytest.mark.parametrize("protocol", range(6))
+def test_attributes_of_a_dict_are_left_out(protocol: int) -> None:
+    """Each state dict of torch's has some."""
+    value = collections.OrderedDict(a=1)
+    value.told = 2  # type: ignore[attr-defined]
+    assert pickled.read(pickle.dumps(value, protocol), "it", plain) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "operation"),
+    [
+        (b"N2.", "DUP"), (b"(ios\nsystem\n.", "INST"), (b"(cos\nsystem\no.", "OBJ"), (b"\x82\x01.", "EXT1"), (b"P1\n.", "PERSID"),
+        (b"NQ.", "BINPERSID"),
+    ],
+)  # fmt: skip
+def test_operations_that_no_checkpoint_has_are_refused(text: bytes, operation: str) -> None:
+    with pytest.raises(ValueError, match=f"it is no pickle that can be read: ValueError: the operation {operation}"):
+        pickled.read(text, "it", plain)
+
+
 def test_an_object_stays_what_it_is_made_of() -> None:
     found = pickled.read(pickle.dumps(Path("a/b")), "it", plain)
     assert isinstance(found, Made) and found.arguments == ("a", "b")

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from tests.checkpoint.test_nothing_is_unpickled import Trap
 from tests.support.checkpoints import assert_same
 from zero3.checkpoint.safetensors_files import DTYPES
-from zero3.formats import torch_files
+from zero3.formats import pickled, torch_files
 from zero3.formats.lazy import Lazy, mapped
+from zero3.formats.pickled import Global, Made, Persistent
 from zero3.formats.trees import run_of
 
 
@@ -33,12 +34,14 @@ def write(path: Path, value: Any) -> None:
 
 def everything() -> dict[str, Any]:
     made: dict[str, Any] = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for _, dtype in DTYPES}
-    base = torch.linspace(0, 1, 24).view(4, 6)
+    base, told = torch.linspace(0, 1, 24).view(4, 6), torch.ones(2)
+    told.note = "an attribute"  # type: ignore[attr-defined]
     made |= {
         "transposed": base.t(),
         "columns": base[:, 1:3],
         "repeated": base[0].expand(3, 6),
         "later": base[2:],
+        "told": told,
         "step": torch.tensor(3.0),
     }
     made |= {"empty": torch.empty(0, 3), "parameter": nn.Parameter(torch.ones(3)), "plain": [1, 2.5, None, "x", (True, {"a": [{}]})]}
@@ -75,6 +78,14 @@ def test_what_shares_memory_is_written_once(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "ours", weights_only=True), {"a": shared, "b": shared, "c": shared})
 
 
+def test_a_tie_in_a_file_is_one(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    torch.save({"a": shared, "b": shared.clone(), "c": shared}, tmp_path / "file")
+    with FileIO(str(tmp_path / "file")) as file:
+        run = run_of(torch_files.TorchFile(file, "file").value, "torch", "file")
+    assert run.also == {"a": ["c"]} and list(run.tensors) == ["a", "b"]
+
+
 @pytest.mark.parametrize("cut", [0, 10, 500, -1, -300])
 def test_a_file_that_is_cut_off(cut: int, tmp_path: Path) -> None:
     torch.save({"a": torch.randn(1000)}, tmp_path / "file")
@@ -103,6 +114,20 @@ def test_files_that_say_what_can_not_be(tmp_path: Path) -> None:
         read(altered(tmp_path, "byteorder", lambda old: b"big"))
     with pytest.raises(ValueError, match="data/0 is compressed"):
         read(altered(tmp_path, "data/0", bytes, zipfile.ZIP_DEFLATED))
+
+
+@pytest.mark.parametrize(
+    "place", [(-1, (2,), (1,)), (0, (2,), (-1,)), (2, (3,), (3,)), (0, (2, 2), (1,)), (0, (2**62, 4), (4, 1)), ("0", (2,), (1,))]
+)
+def test_places_of_tensors_that_can_not_be(place: tuple[Any, ...], tmp_path: Path) -> None:
+    """Of 8 elements."""
+    storage = Persistent(("storage", Global("torch.FloatStorage"), "0", "cpu", 8))
+    text = pickled.write([Made("torch._utils._rebuild_tensor_v2", (storage, *place, False, {}))], lambda value: None)
+    with zipfile.ZipFile(tmp_path / "file", "w") as archive:
+        archive.writestr("archive/data.pkl", text)
+        archive.writestr("archive/data/0", bytes(32))
+    with pytest.raises(ValueError, match="file is no pickle that can be read"):
+        read(tmp_path / "file")
 
 
 def test_of_tensors_that_do_not_lie_in_order_one_is_in_memory(tmp_path: Path) -> None:

@@ -143,3 +143,32 @@ def test_a_part_that_is_given_other_data_is_computed_with() -> None:
 
     modules = [nn.Linear(2, 2) for _ in range(2)]
     run_ranks(2, body)
+
+
+@WORLDS
+@pytest.mark.parametrize("options", [by_name, matrices_whole])
+def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, options: Options) -> None:
+    """As averages of weights do to evaluate: they keep `part.data`, and give it back."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = as_layers(group, models[group.rank])
+        zero3.param_groups(model, options)
+        with torch.no_grad():
+            before = model(sentences(0))
+        for mode in (torch.no_grad, torch.inference_mode):
+            kept = [(part, part.data) for part in model.get_trainable_chunk()]
+            for part, values in kept:
+                part.data = torch.zeros_like(values)
+            with mode():
+                assert not torch.equal(model(sentences(0)), before)
+            for part, values in kept:
+                part.data = values
+            with torch.no_grad():
+                assert torch.equal(model(sentences(0)), before)
+        loss_of(model, sentences(0)).backward()  # what was made in inference mode trains, too
+        torch.optim.SGD(model.get_trainable_chunk(), 0.1).step()
+        with torch.no_grad():
+            assert not torch.equal(model(sentences(0)), before)
+
+    models = [build() for _ in range(world_size)]
+    run_ranks(world_size, body)

@@ -64,6 +64,7 @@ class Row:
     optional: tuple[str, ...] = ()  # towers, by name
     uneven = False  # micro-batches have different numbers of tokens
     forward: Callable[..., Tensor] | None = None  # in place of the model's own
+    makes: type[torch.optim.Optimizer] | None = None  # the optimizer's class, in place of SGD; other rows wrap what it makes
 
     def __init__(self, word: str = "", **given: Any) -> None:
         self.words = (word,) if word else self.words
@@ -313,7 +314,7 @@ class Sharded(Side):
         groups = groups if life.grouped else [{"params": groups}]
         if own := self.own():
             groups.append({"params": own})
-        self.optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.5)
+        self.optimizer = (self.life.chosen("makes") or torch.optim.SGD)(groups, lr=0.05, momentum=0.5)
         for row in life.rows:
             self.optimizer = row.optimizer(self, self.optimizer)
 
@@ -377,7 +378,7 @@ class Plain(Side):
             if p.requires_grad:
                 options = {} if self.is_ignored(name, p) else self.life.options(name, p)
                 groups.append({"params": [p], **{key: value for key, value in options.items() if key not in ("whole", "align")}})
-        self.optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.5)
+        self.optimizer = (self.life.chosen("makes") or torch.optim.SGD)(groups, lr=0.05, momentum=0.5)
         for row in self.life.rows:
             self.optimizer = row.plain_optimizer(self, self.optimizer)
 

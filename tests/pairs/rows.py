@@ -308,14 +308,10 @@ class Whole(Grouped):
 class Aligned(Grouped):
     """State in blocks of two elements, as libraries have it in blocks of 256."""
 
+    makes = InBlocks
+
     def options(self, name: str, info: Any) -> dict[str, Any]:
         return {**super().options(name, info), "align": BLOCK}
-
-    def optimizer(self, one: Sharded, optimizer: Any) -> Any:
-        return InBlocks(optimizer.param_groups)
-
-    def plain_optimizer(self, one: Plain, optimizer: Any) -> Any:
-        return InBlocks(optimizer.param_groups)
 
 
 class SetTrainable(Row):
@@ -517,7 +513,7 @@ AXES: dict[str, dict[str, Row]] = {
         "Int8": field("gather_format", Int8(block_size=1), streams=True),
         "Float8": field("gather_format", Float8(block=(1, 1))),
     },
-    "reduce_format": {"Int8": field("reduce_format", Int8(block_size=1), tolerance=1e-8, streams=True)},
+    "reduce_format": {"Int8": field("reduce_format", Int8(block_size=1), tolerance=1e-7, streams=True)},  # scales are fp32
     "master_dtype": {"fp32": field("master_dtype", torch.float32, tolerance=FP32, streams=True)},
     "expert_parallel": {
         "True": field("expert_parallel", True, shape={"experts": True}, streams=True),

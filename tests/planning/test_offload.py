@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,15 +111,24 @@ def test_the_time_of_offload_is_not_told() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "advice"), [(None, ("--offload", "cpu")), ((2, 2), ("--mesh", "1x4", "--offload", "cpu"))])
-def test_plan_advises_offload_before_more_gpus(mesh: tuple[int, int] | None, advice: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "more", "advice"),
+    [
+        (None, {}, ("--offload", "cpu")),
+        ((2, 2), {}, ("--mesh", "1x4", "--offload", "cpu")),
+        (None, {"gather_format": zero3.Int8()}, ("--offload", "cpu")),
+    ],
+    ids=["", "mesh", "gather_format"],
+)
+def test_plan_advises_offload_before_more_gpus(mesh: tuple[int, int] | None, more: dict[str, Any], advice: tuple[str, ...]) -> None:
     """Where fewer replicas alone do not do it."""
-    arguments: dict[str, Any] = {"ranks": 4 if mesh else 2, "sequence": 16, "policy": zero3.ShardingPolicy(**MIXED), "checkpointing": True}
+    policy = zero3.ShardingPolicy(**MIXED, **more)
+    arguments: dict[str, Any] = {"ranks": 4 if mesh else 2, "sequence": 16, "policy": policy, "checkpointing": True}
     unknown = zero3.plan(model_of(Case()), mesh=mesh, **arguments).unknown[1]
-    away = zero3.plan(model_of(Case()), **{**arguments, "policy": zero3.ShardingPolicy(offload="cpu", **MIXED)})
+    away = zero3.plan(model_of(Case()), **{**arguments, "policy": replace(policy, offload="cpu")})
     plan = zero3.plan(model_of(Case()), mesh=mesh, memory=int(1.01 * away.peak_bytes) + unknown, **arguments)
     assert plan.fits is False and plan.advice == advice
-    assert plan.policy == zero3.ShardingPolicy(offload="cpu", **MIXED) and plan.advised_bytes == away.peak_bytes
+    assert plan.policy == replace(policy, offload="cpu") and plan.advised_bytes == away.peak_bytes
 
 
 @pytest.mark.slow

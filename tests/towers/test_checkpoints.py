@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,17 +65,15 @@ def data(rank: int) -> Tensor:
     return torch.randn(3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
 
-@pytest.mark.parametrize("how", ["", "reentrant", "pairs", "reentrant pairs"])
-def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) -> None:
-    torch.manual_seed(0)
-    plain = Model(how).double()
+def check_training(plain: Any, sharded: Callable[[Any, ThreadCommunicator], object], steps: list[list[tuple[int, ...]]]) -> None:
+    """Two ranks train as one process does. `steps`: by step and rank, the second argument of a forward."""
     models = [copy.deepcopy(plain) for _ in range(2)]
 
     def body(group: ThreadCommunicator) -> dict[str, Any]:
         model = models[group.rank]
-        zero3.shard(model, [Routed, Expert], optional=Expert, process_group=group)
+        sharded(model, group)
         optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), 0.1)
-        for chosen in STEPS:
+        for chosen in steps:
             model(data(group.rank), chosen[group.rank]).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -82,7 +81,7 @@ def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) 
 
     found = run_ranks(2, body, 20)
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-    for chosen in STEPS:
+    for chosen in steps:
         for rank in range(2):
             (plain(data(rank), chosen[rank]).square().sum() / 2).backward()
         optimizer.step()
@@ -90,6 +89,51 @@ def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) 
     for each in found:
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(each[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "pairs", "reentrant pairs"])
+def test_experts_in_blocks_that_are_checkpointed_train_as_one_process(how: str) -> None:
+    torch.manual_seed(0)
+    check_training(
+        Model(how).double(), lambda model, group: zero3.shard(model, [Routed, Expert], optional=Expert, process_group=group), STEPS
+    )
+
+
+class Optional(nn.Module):
+    """Blocks in checkpoints, so many in each; the second and the fourth are called or not. What follows a block saves tensors, too."""
+
+    def __init__(self, reentrant: bool, together: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Expert(), Expert()) for _ in range(5))
+        self.head, self.reentrant, self.together = nn.Linear(HIDDEN, 2), reentrant, together
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def run(self, first: int, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        for number, block in list(enumerate(self.blocks))[first : first + self.together]:
+            if number in (0, 2, 4) or number // 2 in chosen:
+                x = block(x)
+        return x * self.scale
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        for first in range(0, len(self.blocks), self.together):
+            x = checkpoint(self.run, first, x, chosen, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_checkpoints_around_what_is_called_or_not_train_as_one_process(reentrant: bool, together: int, depth: int) -> None:
+    """A gate stands before a block's call, and so in its checkpoint; the other rank calls the tower in one of its own. A recomputation may
+    begin before a gradient has come to the layer, on some ranks alone."""
+    torch.manual_seed(0)
+    policy = zero3.ShardingPolicy(prefetch_depth=depth)
+    for layers in (Expert, nn.Sequential):
+        check_training(
+            Optional(reentrant, together).double(),
+            lambda model, group: zero3.shard(model, layers, optional=["blocks.1", "blocks.3"], policy=policy, process_group=group),  # noqa: B023
+            STEPS,
+        )
 
 
 @pytest.mark.parametrize("prepared", [name for name in PREPARED if "checkpoint around" in name])

@@ -70,11 +70,7 @@ class Contents:
         self.names: dict[int, list[str]] = {}  # by the tensor's id; a tied tensor has several names
         self.others: dict[str, Tensor] = {}
         self.parameters: dict[str, ShardedParameter] = {}
-        owned = {
-            id(sharded.sites.parameter): sharded
-            for state in self.states
-            for sharded in state.parameters
-        }
+        owned = {id(s.sites.parameter): s for state in self.states for s in state.parameters}
         self._chunk_names: dict[Chunk, dict[str, str]] = {}
         for name, tensor in named_tensors(model):
             if id(tensor) not in self.names:
@@ -103,13 +99,9 @@ class Contents:
         """
         names = self._chunk_names.get(chunk, {})
         pieces = [piece for piece in chunk.pieces if piece.slot.name in names]
-        found = [
-            NamedSpan(names[piece.slot.name], piece.start, piece.stop, piece.offset)
-            for piece in pieces
-        ]
-        return found + [
-            span for span in self.empties(chunk) if chunk.is_first_holder and span is not None
-        ]
+        found = [NamedSpan(names[p.slot.name], p.start, p.stop, p.offset) for p in pieces]
+        empty = self.empties(chunk) if chunk.is_first_holder else []
+        return found + [span for span in empty if span is not None]
 
     def empties(self, chunk: Chunk) -> list[NamedSpan | None]:
         """Returns a span for each empty parameter, in the order of slots, or None where the model
@@ -192,10 +184,9 @@ class Contents:
             described[name] = {"shape": list(self.shape(name)), "dtype": name_of(self.dtype(name))}
             described[name] |= {"also": aliases} if aliases else {}
             if name in self.parameters and self.parameters[name].chunk.read_only:
-                quantized = self.parameters[name]
-                described[name]["quantized"] = (
-                    f"{quantized.chunk.stored_as} of {list(quantized.stand_in.shape)}"
-                )
+                sharded = self.parameters[name]
+                stored = f"{sharded.chunk.stored_as} of {list(sharded.stand_in.shape)}"
+                described[name]["quantized"] = stored
         return described
 
 
@@ -215,12 +206,9 @@ def listed(problems: Mapping[str, Sequence[str]]) -> list[str]:
 
 def names_apart(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
     """Returns in words which names are missing, and which are unknown."""
-    return listed(
-        {
-            "missing": [n for n in expected if n not in found],
-            "unknown": [n for n in found if n not in expected],
-        }
-    )
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected]
+    return listed({"missing": missing, "unknown": unknown})
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -229,14 +217,11 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     for what, many in (("shape", "shapes"), ("dtype", "dtypes"), ("quantized", "formats")):
         other = [n for n in expected if n in found and found[n].get(what) != expected[n].get(what)]
         if other:
-            each = "; ".join(
-                (
-                    f"{name} has {_shown(found[name].get(what))}, expected "
-                    f"{_shown(expected[name].get(what))}"
-                )
-                for name in other
+            each = (
+                f"{n} has {_shown(found[n].get(what))}, expected {_shown(expected[n].get(what))}"
+                for n in other
             )
-            problems.append(f"other {many}: {each}")
+            problems.append(f"other {many}: {'; '.join(each)}")
     return problems
 
 

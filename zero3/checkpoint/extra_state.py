@@ -44,12 +44,9 @@ def takers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules whose class defines `set_extra_state`. (torch's own `set_extra_state`
     raises.)
     """
-    modules = extra_state_modules(model)
-    return {
-        name: module
-        for name, module in modules.items()
-        if type(module).set_extra_state is not nn.Module.set_extra_state
-    }
+    own = nn.Module.set_extra_state
+    modules = extra_state_modules(model).items()
+    return {name: each for name, each in modules if type(each).set_extra_state is not own}
 
 
 def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
@@ -85,12 +82,11 @@ def sent_from_rank_0(
     with agreeing(communicator, device, "the extra state of modules"):
         if is_first(communicator):
             found = encoded(values, tensors)
-            text = json.dumps(
-                [found, [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]]
-            )
-    found, described = json.loads(
-        exchange_texts(communicator, device, text)[0] if communicator.world_size > 1 else text
-    )
+            described = [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]
+            text = json.dumps([found, described])
+    if communicator.world_size > 1:
+        text = exchange_texts(communicator, device, text)[0]
+    found, described = json.loads(text)
     received = []
     for number, (dtype, shape) in enumerate(described):
         value = torch.empty(shape, dtype=dtype_named(dtype), device=device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..access import used
 from ..comm.agreement import agreeing, exchange_texts
-from ..comm.plain_values import decode_scalar, dtype_named
+from ..comm.plain_values import decode_scalars, dtype_named
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.low_bit import fresh_state, joined
 from ..optim.several import Optimizers, Together
@@ -78,7 +78,7 @@ def full_optimizer_state_dict(
         gathered = _gather(contents, together, parts.get(name, []), name, named)
         if keeps:
             tensors = {key: value.cpu() for key, value in gathered.items()}
-            state[name] = tensors | _decoded(named.scalars)
+            state[name] = tensors | decode_scalars(named.scalars, "cpu")
     if aligned := _aligned(together, own):
         with agreeing(contents.communicator, contents.device, caller):
             for name in aligned.keys() & state.keys():
@@ -90,12 +90,8 @@ def full_optimizer_state_dict(
                 state[name] = joined(state[name], made)
     if not keeps:
         return {}
-    groups = [{**_decoded(options), "params": names} for options, names in own.groups]
+    groups = [{**decode_scalars(options, "cpu"), "params": names} for options, names in own.groups]
     return {"state": state, "param_groups": groups}
-
-
-def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: decode_scalar(value, torch.device("cpu")) for key, value in values.items()}
 
 
 def _aligned(optimizer: Together, own: OptimizerContents) -> dict[str, int]:

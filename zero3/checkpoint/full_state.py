@@ -78,12 +78,8 @@ def full_state_dict(
     except Exception as caught:
         error = error or caught
     agree_to_gather(states, "full_state_dict", error)
-    if (
-        not rank0_only
-        and first.communicator.world_size > 1
-        and extra
-        and not all(state.pinned for state in states)
-    ):
+    travels = not rank0_only and first.communicator.world_size > 1
+    if travels and extra and not all(state.pinned for state in states):
         extra = sent_from_rank_0(first.communicator, first.device, extra)
     values = _gathered(states, dtype, keeps=keeps)
     if not keeps:
@@ -107,11 +103,8 @@ def _gathered(
     for state in _watched(states, "gathering layers"):
         pin(state)
         try:
-            if keeps:
-                values |= {
-                    id(sharded.sites.parameter): _copy(sharded.value, dtype)
-                    for sharded in state.parameters
-                }
+            for sharded in state.parameters if keeps else ():
+                values[id(sharded.sites.parameter)] = _copy(sharded.value, dtype)
         finally:
             state.unpin()
     return values
@@ -155,13 +148,9 @@ def load_full_state_dict(
         takers = takers_of(model)
         if is_first(first.communicator):
             given = _checked(model, states, state_dict, takers, strict)
-    extra = (
-        sent_from_rank_0(
-            first.communicator, first.device, {n: given[n] for n in takers if n in given}
-        )
-        if takers
-        else {}
-    )
+    extra = {n: given[n] for n in takers if n in given}
+    if takers:
+        extra = sent_from_rank_0(first.communicator, first.device, extra)
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
     for state in _watched(states, "loading layers"):
         _load_layer(state, values)
@@ -268,11 +257,8 @@ def _checked(
     unread = {
         name: problem for name, value, _ in known if (problem := unreadable(value)) is not None
     }
-    problems += (
-        [f"can't be read: {'; '.join(f'{name} {problem}' for name, problem in unread.items())}"]
-        if unread
-        else []
-    )
+    if unread:
+        problems.append(f"can't be read: {'; '.join(f'{n} {why}' for n, why in unread.items())}")
     for what, of in (
         ("shape", lambda tensor: tuple(tensor.shape)),
         ("kind", lambda tensor: kind_of(tensor.dtype)),
@@ -284,9 +270,7 @@ def _checked(
         ]
         problems += [f"other {what}s: {'; '.join(other)}"] if other else []
     if problems:
-        kind = (
-            TypeError if any(not isinstance(given[name], Tensor) for name in unread) else ValueError
-        )
+        kind = ValueError if all(isinstance(given[n], Tensor) for n in unread) else TypeError
         raise kind(
             f"the state dict does not fit the model; nothing was loaded. {'. '.join(problems)}"
         )
@@ -308,19 +292,13 @@ def _misnamed(
     names: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         names.setdefault(id(tensor), []).append(name)
-    unloaded = {
-        id(b.sites.parameter)
-        for state in states
-        for b in state.parameters
-        if b.index in b.chunk.unloaded
-    }
+    sharded = [each for state in states for each in state.parameters]
+    unloaded = {id(s.sites.parameter) for s in sharded if s.index in s.chunk.unloaded}
     missing = [
         ns[0]
         for key, ns in names.items()
         if not any(n in given for n in ns) and (strict or key in unloaded)
     ]
     missing += [name for name in takers if name not in given and strict]
-    unknown = (
-        [name for name in given if name not in expected and name not in takers] if strict else []
-    )
+    unknown = [name for name in given if name not in expected and name not in takers and strict]
     return listed({"missing": missing, "unknown": unknown})

@@ -19,8 +19,7 @@ from ..comm.agreement import agreeing, exchange_texts
 from ..core.layer_state import LayerState
 from . import file_operations, manifest
 from .manifest import Manifest
-from .safetensors_files import bytes_of
-from .safetensors_writing import Written
+from .safetensors_files import bytes_of, fill
 
 __all__: list[str] = []
 
@@ -165,7 +164,7 @@ def _in_rounds(parcels: Sequence[Parcel]) -> Iterator[list[Piece]]:
 
 def _read(path: Path, start: int, into: Tensor) -> None:
     with FileIO(os.fspath(path)) as file:
-        if manifest.fill(file, start, bytes_of(into)) < into.numel():
+        if fill(file, start, bytes_of(into)) < into.numel():
             raise OSError(f"{path} has become shorter")
 
 
@@ -189,11 +188,9 @@ class PartsOfHosts:
         self._path, self._first = path, first
         content = json.loads(text)
         content.pop("sha256")
-        self._text, files = text, content["files"]
+        self._text = text
         self._has_manifest = told[self.hosts.me]["data"] is not None
-        self.found = Manifest(
-            path, content, {n: Written(each["bytes"], each["sha256"]) for n, each in files.items()}
-        )
+        self.found = Manifest.of(path, content)
         # the ranks that see each file
         self.seen = {
             name: [rank for rank, each in enumerate(told) if name in each["headers"]]
@@ -228,8 +225,7 @@ class PartsOfHosts:
                     os.link(self.found.data / name, self._assembled / name)
                 else:
                     os.truncate(self._assembled / name, self.found.files[name].nbytes)
-        content = {**self.found.content, "data": self._assembled.name}
-        return Manifest(self._path, content, self.found.files)
+        return Manifest.of(self._path, {**self.found.content, "data": self._assembled.name})
 
     def bring(self, needed: set[str]) -> set[str]:
         """Brings the files that the ranks of each host need, and that it lacks, into its directory.

@@ -208,42 +208,28 @@ class _Loader:
                 f"the checkpoint does not fit this {type(self._model).__name__}; nothing was "
                 f"loaded. {'. '.join(problems)}"
             )
-        left_out = [
-            name
-            for name in contents.parameters
-            if not saved[name]["stored"] and contents.trains(name)
-        ]
+        names = contents.parameters
+        stored = [name for name in names if saved[name]["stored"]]
+        left_out = [n for n in names if not saved[n]["stored"] and contents.trains(n)]
         if left_out and self._weights:
-            what = (
-                "frozen parameters"
-                if any(saved[name]["stored"] for name in contents.parameters)
-                else "weights"
-            )
+            what = "frozen parameters" if stored else "weights"
             raise ValueError(
                 f"{self._path} was saved without {what}, and these are trained here: "
                 f"{', '.join(left_out)}"
             )
-        for name in contents.parameters:
-            if saved[name]["stored"] and self._weights:
-                shape, dtype = saved[name]["shape"], saved[name]["dtype"]
-                self._ranges.check("parameter", name, torch.Size(shape).numel(), dtype)
-        for name in contents.others:
-            if f"other:0:{name}" not in self._stored:  # other systems store buffers as parameters
-                self._ranges.check(
-                    "parameter",
-                    name,
-                    torch.Size(saved[name]["shape"]).numel(),
-                    saved[name]["dtype"],
-                )
+        # other systems store buffers as parameters
+        others = [n for n in contents.others if f"other:0:{n}" not in self._stored]
+        for name in [*stored, *others] if self._weights else others:
+            numel = torch.Size(saved[name]["shape"]).numel()
+            self._ranges.check("parameter", name, numel, saved[name]["dtype"])
 
     def _compare_base(self, found: Manifest, contents: Contents) -> None:
         """Raises ValueError if frozen parameters that were not saved have other values here."""
         saved = found.content["tensors"]
         hashed = [name for name in contents.parameters if self._weights and "hash" in saved[name]]
         bare = [name for name in hashed if contents.is_empty(name)]
-        here = value_hashes(
-            contents, [name for name in hashed if name not in bare], "load_checkpoint"
-        )
+        there = [name for name in hashed if name not in bare]
+        here = value_hashes(contents, there, "load_checkpoint")
         if other := [name for name, value in here.items() if value != saved[name]["hash"]]:
             raise ValueError(
                 f"{self._path} was saved with frozen=False, over another base than this "
@@ -290,11 +276,8 @@ class _Loader:
         """Changes values. If a read fails, all parameters that it should have filled count as
         unloaded.
         """
-        stored = [
-            name
-            for name in contents.parameters
-            if self._weights and found.content["tensors"][name]["stored"]
-        ]
+        saved = found.content["tensors"] if self._weights else {}
+        stored = [name for name in contents.parameters if saved and saved[name]["stored"]]
         computed: list[tuple[str, Tensor]] = []
         try:
             with self._agreeing("what load_checkpoint filled") as lines:
@@ -302,10 +285,8 @@ class _Loader:
                     self._fill_optimizer()
                     others = {name: self._other(name, contents) for name in contents.others}
                     extra = decode(found.content["extra"], self._extra)
-                    extra_states = {
-                        name: decode(value, self._extra)
-                        for name, value in found.content["extra_states"].items()
-                    }
+                    states = found.content["extra_states"].items()
+                    extra_states = {name: decode(value, self._extra) for name, value in states}
                     self._fill_chunks(contents, set(stored))
                     computed = initialise(self._model, contents.states)
                 except Exception as error:
@@ -393,11 +374,10 @@ class _Loader:
 
     def _restore_random(self, found: Manifest, contents: Contents) -> None:
         names, prefix = found.names("model"), f"random:{contents.number}:"
-        if contents.number < len(names) and "random" in (
-            metadata := self._files.metadata[names[contents.number]]
-        ):  # a converted one has none
-            kinds = [
-                name.removeprefix(prefix) for name in self._files.tensors if name.startswith(prefix)
-            ]
-            tensors = {kind: self._tensor(f"{prefix}{kind}") for kind in kinds}
+        if contents.number >= len(names):
+            return
+        metadata = self._files.metadata[names[contents.number]]
+        if "random" in metadata:  # a converted one has none
+            own = [name for name in self._stored if name.startswith(prefix)]
+            tensors = {name.removeprefix(prefix): self._tensor(name) for name in own}
             random_state.restore(contents.device, tensors, metadata["random"])

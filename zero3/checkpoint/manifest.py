@@ -20,11 +20,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from io import FileIO
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from . import file_operations
-from .safetensors_files import read_bytes
+from .safetensors_files import fill
 from .safetensors_writing import BLOCK_BYTES, Written, write_text
 
 __all__: list[str] = []
@@ -52,6 +54,12 @@ class Manifest:
     content: dict[str, Any]
     files: dict[str, Written]
 
+    @classmethod
+    def of(cls, directory: Path, content: dict[str, Any]) -> Manifest:
+        files = content["files"].items()
+        written = {name: Written(each["bytes"], each["sha256"]) for name, each in files}
+        return cls(directory, content, written)
+
     @property
     def data(self) -> Path:
         return self.directory / str(self.content["data"])
@@ -73,12 +81,8 @@ class Manifest:
                 f"{self.directory} was saved with frozen=False, without {len(lacking)} parameters "
                 f"({lacking[0]}, ...)"
             )
-        if quantized := {
-            name: described["quantized"]
-            for name, described in tensors.items()
-            if "quantized" in described
-        }:
-            first, kind = next(iter(quantized.items()))
+        if quantized := [name for name, described in tensors.items() if "quantized" in described]:
+            first, kind = quantized[0], tensors[quantized[0]]["quantized"]
             raise ValueError(
                 f"{self.directory} holds {len(quantized)} quantised parameters ({first} as "
                 f"{kind}, ...), which other programs can't read: load it into a sharded model, "
@@ -90,13 +94,8 @@ def write(directory: Path, content: dict[str, Any], files: dict[str, Written], t
     """Commits a save: all other files are on the disk already, and the rename makes them the
     checkpoint in `directory`.
     """
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "data": f"data-{token}",
-        "block_bytes": BLOCK_BYTES,
-        **content,
-    }
+    begin = {"format": FORMAT, "version": VERSION, "data": f"data-{token}"}
+    content = {**begin, "block_bytes": BLOCK_BYTES, **content}
     content["files"] = {
         name: {"bytes": written.nbytes, "sha256": written.blocks} for name, written in files.items()
     }
@@ -131,11 +130,8 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         )
         raise ValueError(f"{directory} is no checkpoint: there is no {NAME} in it (found {found})")
     _refuse_links(directory / NAME)
-    content = parse(directory / NAME)
-    files = {
-        name: Written(entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()
-    }
-    manifest = Manifest(directory, content, files)
+    manifest = Manifest.of(directory, parse(directory / NAME))
+    files = manifest.files
     _refuse_links(manifest.data)
     there = set(file_operations.names_in(manifest.data))
     if missing := sorted(set(files) - there):
@@ -197,11 +193,9 @@ def parse(path: Path) -> dict[str, Any]:
         )
     if content.pop("sha256", None) != _own_hash(content):
         raise ValueError(f"{path} is corrupt: its hash is not the one that it holds")
-    well_formed = (
-        isinstance(content.get("files"), dict) and content.get("block_bytes") == BLOCK_BYTES
-    )
-    if not well_formed or not DATA.fullmatch(str(content.get("data"))):
-        found = f"data {content.get('data')!r:.80}, blocks of {content.get('block_bytes')!r:.20}"
+    data, files, nbytes = (content.get(key) for key in ("data", "files", "block_bytes"))
+    if not isinstance(files, dict) or nbytes != BLOCK_BYTES or not DATA.fullmatch(str(data)):
+        found = f"data {data!r:.80}, blocks of {nbytes!r:.20}"
         raise ValueError(f"{path}: {found}, which no save writes")
     for name, entry in content["files"].items():
         blocks = entry.get("sha256") if isinstance(entry, dict) else None
@@ -234,21 +228,14 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
         ValueError: A file was changed after the save.
         OSError: The file system reports an error.
     """
-    everything = [
-        (name, number) for name in names for number in range(len(manifest.files[name].blocks))
-    ]
-    mine = everything[
-        len(everything) * rank // world_size : len(everything) * (rank + 1) // world_size
-    ]
-    buffer = memoryview(
-        bytearray(
-            min(BLOCK_BYTES, max((manifest.files[name].nbytes for name, _ in mine), default=0))
-        )
-    )
+    all_ = [(name, number) for name in names for number in range(len(manifest.files[name].blocks))]
+    mine = all_[len(all_) * rank // world_size : len(all_) * (rank + 1) // world_size]
+    longest = max((manifest.files[name].nbytes for name, _ in mine), default=0)
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, longest)))
     nbytes = 0
-    for name in dict.fromkeys(name for name, _ in mine):
+    for name, blocks in groupby(mine, key=itemgetter(0)):
         with FileIO(os.fspath(manifest.data / name)) as file:
-            for number in (number for other, number in mine if other == name):
+            for _, number in blocks:
                 block = buffer[: fill(file, number * BLOCK_BYTES, buffer)]
                 nbytes += len(block)
                 if sha256(block).hexdigest() != manifest.files[name].blocks[number]:
@@ -257,14 +244,6 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
                         f"{manifest.data / name} is corrupt: its {where} are not what was saved"
                     )
     return nbytes
-
-
-def fill(file: FileIO, offset: int, buffer: memoryview) -> int:
-    """Reads until the buffer is full, or the file ends. Returns how many bytes it has read."""
-    filled = 0
-    while filled < len(buffer) and (count := read_bytes(file, offset + filled, buffer[filled:])):
-        filled += count
-    return filled
 
 
 def clean(directory: Path, keep: str | None) -> None:
@@ -303,9 +282,8 @@ def begin(directory: Path, run: str, token: str) -> None:
 
 def names_another_run(directory: Path, run: str) -> bool:
     """Whether what interrupted saves and deletions have left is said to be another run's."""
-    found = {
-        match[1] for name in file_operations.names_in(directory) if (match := _RUN.fullmatch(name))
-    }
+    names = file_operations.names_in(directory)
+    found = {match[1] for name in names if (match := _RUN.fullmatch(name))}
     with suppress(ValueError, OSError):  # there was no deletion
         _refuse_links(directory / _DELETED)
         of = parse(directory / _DELETED).get("run")

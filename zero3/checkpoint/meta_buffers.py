@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,8 @@ def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
     if not old.is_meta:
         old.copy_(value)
         return
-    new = (
-        nn.Parameter(value, requires_grad=old.requires_grad)
-        if isinstance(old, nn.Parameter)
-        else value
-    )
+    is_parameter = isinstance(old, nn.Parameter)
+    new = nn.Parameter(value, requires_grad=old.requires_grad) if is_parameter else value
     places = [
         (module, attribute)
         for module in plain_modules(model)
@@ -78,11 +76,8 @@ def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Te
         filled += _fill(owner, {owner: attributes}, hooks.get(owner))
     left = _on_meta(states)
     for around in reversed(list(plain_modules(model)) if left else []):  # inner before outer
-        inside = {
-            module: left[module]
-            for module in plain_modules(around)
-            if module in left and module is not around
-        }
+        modules = [each for each in plain_modules(around) if each in left and each is not around]
+        inside = {module: left[module] for module in modules}
         if inside and wrapped_in(around) is None:
             filled += _fill(around, inside, hooks.get(around))
             left = _on_meta(states)
@@ -94,14 +89,10 @@ def _on_meta(states: list[LayerState]) -> Wanted:
     for state in states:
         for owner, attribute, name in state.meta_buffers:
             buffer = owner._buffers.get(attribute)
-            if (
-                buffer is not None
-                and buffer.is_meta
-                and attribute in owner._non_persistent_buffers_set
-            ):
-                wanted.setdefault(owner, {})[attribute] = _MetaBuffer(
-                    f"{name} of layer {state.label}", state.device
-                )
+            left_out = attribute in owner._non_persistent_buffers_set
+            if buffer is not None and buffer.is_meta and left_out:
+                place = _MetaBuffer(f"{name} of layer {state.label}", state.device)
+                wanted.setdefault(owner, {})[attribute] = place
     return wanted
 
 
@@ -139,31 +130,22 @@ def _fill(
                 blank[owner, attribute] = torch.empty_like(owner._buffers[attribute], device="cpu")  # type: ignore[arg-type]
                 copies[owner]._buffers[attribute] = blank[owner, attribute]
         versions = {place: buffer._version for place, buffer in blank.items()}
-        initialise_twin = (
-            getattr(copy, "reset_parameters", None) if hook is None else lambda: hook(copy)
-        )
-        if not callable(initialise_twin):
+        run = getattr(copy, "reset_parameters", None) if hook is None else partial(hook, copy)
+        if not callable(run):
             return []
         with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            initialise_twin()
+            run()
     # the buffers stay on meta, and the first forward raises an error that names them
     except Exception as error:
         names = [place.name for attributes in wanted.values() for place in attributes.values()]
-        _log.warning(
-            "%s: the buffers %s could not be computed: %s",
-            type(root).__name__,
-            ", ".join(names),
-            error,
-        )
+        what = "%s: the buffers %s could not be computed: %s"
+        _log.warning(what, type(root).__name__, ", ".join(names), error)
         return []
     filled: list[tuple[str, Tensor]] = []
     for (owner, attribute), old in blank.items():
         value, place = copies[owner]._buffers.get(attribute), wanted[owner][attribute]
-        if (
-            value is not None
-            and not value.is_meta
-            and (value is not old or value._version != versions[owner, attribute])
-        ):
+        written = value is not old or old._version != versions[owner, attribute]
+        if value is not None and not value.is_meta and written:
             owner._buffers[attribute] = own = value.to(device=place.device, dtype=old.dtype)
             filled.append((place.name, own))
     return filled

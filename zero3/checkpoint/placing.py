@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.plain_values import decode_scalar, dtype_named, name_of
+from ..comm.plain_values import decode_scalar, decode_scalars, dtype_named, name_of
 from ..guards.unreached import state_begun
 from ..optim.low_bit import fresh_state, tensors_of
 from ..optim.probe import builder, kind_in_state, state_keys
@@ -23,7 +23,6 @@ from .saved_optimizer import Held, NamedState, OptimizerContents, in_full
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
-_CPU = torch.device("cpu")
 _NOTHING = "the optimizer's state does not fit; nothing was loaded"
 
 _FLAT = ((4,), (6144,))  # shapes for the steps: some optimizers keep other keys for small tensors
@@ -84,8 +83,8 @@ class Placing:
         """
         parameter, first = held.parameter, next(each for each in named.values() if each.keys)
         begun = {name for name, each in named.items() if each.keys}
-        device, numbers = parameter.device, first.scalars
-        state = {key: decode_scalar(value, device) for key, value in numbers.items()}
+        device = parameter.device
+        state = decode_scalars(first.scalars, device)
         covered = sum(span.numel for span in held.spans) == parameter.numel()
         for key, dtype in first.elements.items():
             state[key] = empty_state(parameter, dtype_named(dtype))
@@ -126,13 +125,12 @@ class Placing:
                 if value.numel():
                     flat, start = (value, None) if own is None else (value.view(-1), own.start)
                     self.targets.append(Target(span.name, key, start, flat))
-        device, scalars = held.parameter.device, named.scalars
-        state |= {key: decode_scalar(value, device) for key, value in scalars.items()}
+        state |= decode_scalars(named.scalars, held.parameter.device)
         self.state.append((held.parameter, state))
         saved = named.tensors(shape)
         return [
             f"{key} of {span.name} is a number on one side only"
-            for key in sorted(numbers ^ scalars.keys())
+            for key in sorted(numbers ^ named.scalars.keys())
         ] + [
             f"{key} of {span.name} is {_told(saved.get(key))}, expected {_told(kept.get(key))}"
             for key in sorted({*saved, *kept})
@@ -196,9 +194,10 @@ def _other_kinds(own: OptimizerContents, source: OptimizerContents) -> tuple[str
 
 def _decoded(options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     """Decodes options. A tensor comes to the device of the one that it replaces."""
-    now = {key: group.get(key) for key in options}
-    places = {key: old.device if isinstance(old, Tensor) else _CPU for key, old in now.items()}
-    return {key: decode_scalar(value, places[key]) for key, value in options.items()}
+    return {
+        key: decode_scalar(value, getattr(group.get(key), "device", "cpu"))
+        for key, value in options.items()
+    }
 
 
 def _problems_of_groups(
@@ -368,7 +367,7 @@ class _KeptKeys:
         if asked not in self._asked:
             group = dict(self._optimizer.param_groups[held.group])
             if saved is not None:
-                group |= {key: decode_scalar(value, _CPU) for key, value in saved.items()}
+                group |= decode_scalars(saved, "cpu")
             build = builder(self._optimizer.owners[held.group], group)
             self._asked[asked] = state_keys(build, held.parameter.device, shapes)
         return self._asked[asked]

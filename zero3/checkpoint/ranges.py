@@ -15,7 +15,8 @@ from .safetensors_files import SafetensorsFiles, Stored, bytes_of
 __all__: list[str] = []
 
 _COMPARED = 1 << 19  # elements at a time
-_RANGE = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
+# `parameter:NAME[0:12]`, `state:KEY:NAME[0:12]`: a key has no colon
+_RANGE = re.compile(r"(parameter|state:[^:]*):(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 class Range(NamedTuple):
@@ -37,16 +38,10 @@ class Ranges:
         self._files = files
         self._ranges: dict[tuple[str, str], list[Range]] = {}
         for name, stored in files.tensors.items():
-            if (match := _RANGE.fullmatch(name)) is not None and name.startswith(
-                ("parameter:", "state:")
-            ):
-                kind, _, rest = match[1].partition(":")
-                if kind == "state":
-                    key, _, rest = rest.partition(":")
-                    kind = f"state:{key}"
-                self._ranges.setdefault((kind, rest), []).append(
-                    Range(int(match[2]), int(match[3]), stored)
-                )
+            if (match := _RANGE.fullmatch(name)) is not None:
+                kind, of, start, stop = match.groups()
+                range_ = Range(int(start), int(stop), stored)
+                self._ranges.setdefault((kind, of), []).append(range_)
         for ranges in self._ranges.values():
             ranges.sort(key=lambda range_: range_[:2])
 
@@ -77,11 +72,8 @@ class Ranges:
         """Raises ValueError unless the ranges cover all `numel` elements, each once."""
         end = 0
         for start, stop, stored in self._ranges.get((kind, name), []):
-            if (
-                start != end
-                or stored.numel != stop - start
-                or str(stored.dtype) != f"torch.{dtype}"
-            ):
+            described = start, stored.numel, str(stored.dtype)
+            if described != (end, stop - start, f"torch.{dtype}"):
                 found = f"{stored.name!r} with {stored.numel} elements of {stored.dtype}"
                 raise ValueError(
                     f"{stored.file}: {found} does not continue at element {end} ({dtype})"
@@ -105,13 +97,12 @@ class Ranges:
     def same(self, kind: str, first: str, second: str, numel: int) -> bool:
         """Whether two names have the same bytes."""
         for start in range(0, numel, _COMPARED):
-            names = [self._ranges[kind, name] for name in (first, second)]
-            values = [
-                torch.empty(min(_COMPARED, numel - start), dtype=ranges[0].stored.dtype)
-                for ranges in names
-            ]
-            for name, value in zip((first, second), values, strict=True):
+            found = []
+            for name in (first, second):
+                dtype = self._ranges[kind, name][0].stored.dtype
+                value = torch.empty(min(_COMPARED, numel - start), dtype=dtype)
                 self.read(kind, name, start, value)
-            if bytes_of(values[0]) != bytes_of(values[1]):
+                found.append(bytes_of(value))
+            if found[0] != found[1]:
                 return False
         return True

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -33,19 +34,16 @@ _INCOMPLETE = "the download may be incomplete"
 
 # the format's names
 DTYPES = (
-    ("BOOL", torch.bool), ("U8", torch.uint8), ("I8", torch.int8), ("U16", torch.uint16), ("I16",
-    torch.int16), ("U32", torch.uint32),
-    ("I32", torch.int32), ("U64", torch.uint64), ("I64", torch.int64), ("F16", torch.float16),
-    ("BF16", torch.bfloat16),
-    ("F32", torch.float32), ("F64", torch.float64), ("C64", torch.complex64), ("F8_E4M3",
-    torch.float8_e4m3fn),
-    ("F8_E5M2", torch.float8_e5m2), ("F8_E4M3FNUZ", torch.float8_e4m3fnuz), ("F8_E5M2FNUZ",
-    torch.float8_e5m2fnuz),
-    ("F8_E8M0", torch.float8_e8m0fnu),
+    ("BOOL", torch.bool), ("U8", torch.uint8), ("I8", torch.int8), ("U16", torch.uint16),
+    ("I16", torch.int16), ("U32", torch.uint32), ("I32", torch.int32), ("U64", torch.uint64),
+    ("I64", torch.int64), ("F16", torch.float16), ("BF16", torch.bfloat16), ("F32", torch.float32),
+    ("F64", torch.float64), ("C64", torch.complex64), ("F8_E4M3", torch.float8_e4m3fn),
+    ("F8_E5M2", torch.float8_e5m2), ("F8_E4M3FNUZ", torch.float8_e4m3fnuz),
+    ("F8_E5M2FNUZ", torch.float8_e5m2fnuz), ("F8_E8M0", torch.float8_e8m0fnu),
 )  # fmt: skip
 _HAVE_NO_NAME = (
-    torch.complex32, torch.complex128, torch.float4_e2m1fn_x2, torch.bits8, torch.bits16,
-    torch.bits1x8, torch.bits2x4, torch.bits4x2,
+    torch.complex32, torch.complex128, torch.float4_e2m1fn_x2,
+    torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2,
 )  # fmt: skip
 # in checkpoints, which this project alone reads, they have torch's
 UNNAMED = tuple((str(dtype), dtype) for dtype in _HAVE_NO_NAME)
@@ -139,11 +137,8 @@ class SafetensorsFiles:
             RuntimeError: The file ends early.
         """
         size = tensor.dtype.itemsize
-        if (
-            target.device.type == "cpu"
-            and target.dtype == tensor.dtype != torch.bool
-            and target.is_contiguous()
-        ):
+        alike = target.dtype == tensor.dtype != torch.bool
+        if alike and target.device.type == "cpu" and target.is_contiguous():
             self._fill(tensor, tensor.offset + start * size, bytes_of(target))
             return
         if not self._stage:
@@ -154,25 +149,17 @@ class SafetensorsFiles:
         step = STAGE_BYTES // size
         for done in range(0, target.numel(), step):
             count = min(step, target.numel() - done)
-            self._fill(
-                tensor,
-                tensor.offset + (start + done) * size,
-                memoryview(self._stage)[: count * size],
-            )
-            target[done : done + count].copy_(
-                torch.frombuffer(self._stage, dtype=dtype, count=count)
-            )
+            staged = memoryview(self._stage)[: count * size]
+            self._fill(tensor, tensor.offset + (start + done) * size, staged)
+            target[done : done + count].copy_(torch.frombuffer(staged, dtype=dtype))
 
     def _fill(self, tensor: Stored, offset: int, view: memoryview) -> None:
         self.bytes_read += len(view)
-        while view:
-            count = read_bytes(self._files[tensor.file], offset, view)
-            if not count:
-                raise RuntimeError(
-                    f"{self.directory / tensor.file} ended within {tensor.name!r}: was it "
-                    "replaced meanwhile?"
-                )
-            view, offset = view[count:], offset + count
+        if fill(self._files[tensor.file], offset, view) < len(view):
+            raise RuntimeError(
+                f"{self.directory / tensor.file} ended within {tensor.name!r}: was it "
+                "replaced meanwhile?"
+            )
 
     def leave_out(self, names: Iterable[str]) -> None:
         """From now on these files can't be read."""
@@ -202,6 +189,14 @@ def read_bytes(file: FileIO, offset: int, into: memoryview) -> int:
     """
     file.seek(offset)
     return file.readinto(into) or 0
+
+
+def fill(file: FileIO, offset: int, buffer: memoryview) -> int:
+    """Reads until the buffer is full, or the file ends. Returns how many bytes it has read."""
+    filled = 0
+    while filled < len(buffer) and (count := read_bytes(file, offset + filled, buffer[filled:])):
+        filled += count
+    return filled
 
 
 def _names_of_files(directory: Path) -> tuple[list[str], dict[str, str]]:
@@ -258,12 +253,8 @@ def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, dict[str, 
             f"{path}: __metadata__ must map strings to strings, found {metadata!r:.80}"
         )
     tensors = [_stored(key, entry, path, name, 8 + length) for key, entry in entries.items()]
-    _check_spans(
-        ((t.offset, t.offset + t.numel * t.dtype.itemsize, t.name) for t in tensors),
-        path,
-        8 + length,
-        size,
-    )
+    spans = ((t.offset, t.offset + t.numel * t.dtype.itemsize, t.name) for t in tensors)
+    _check_spans(spans, path, 8 + length, size)
     return header, metadata, tensors
 
 
@@ -284,11 +275,8 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     def without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(
-                f"the name {next(name for name in names if names.count(name) > 1)!r} stands there "
-                "twice"
-            )
+            ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"the name {name!r} stands there twice")
         return found
 
     try:

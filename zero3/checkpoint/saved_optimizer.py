@@ -23,11 +23,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agreeing, exchange_texts
-from ..comm.plain_values import (
-    encode_scalar,
-    name_of,
-    unreadable,
-)
+from ..comm.plain_values import encode_scalar, name_of, unreadable
 from ..core.chunk import Chunk, Part
 from ..core.parameters import own_name
 from ..optim.check_optimizer import check_aligned, owned_by
@@ -37,9 +33,8 @@ from .contents import Contents, NamedSpan
 
 __all__: list[str] = []
 
-
-# not options: two tell how this run divides the model, and another may divide it otherwise
 _FLATTENS = "__tensor_flatten__"  # what tensor subclasses have that hold other tensors
+# not options: two tell how this run divides the model, and another may divide it otherwise
 _NOT_OPTIONS = ("params", "param_names", "whole", "align")
 
 Group = tuple[dict[str, Any], list[str]]  # options, as `encode_scalar` writes them, and names

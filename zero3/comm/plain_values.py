@@ -7,8 +7,9 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral
+from types import UnionType
 from typing import Any
 
 import torch
@@ -28,11 +29,13 @@ def integer(value: Any) -> int | None:
         return None
 
 
-def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
+def encode(
+    value: Any, what: str, tensor: Callable[[Any], Any], tensors: type | UnionType = Tensor
+) -> Any:
     """Converts `value` to what JSON can hold. Tuples, counters and keys that are not strings are
     marked.
 
-    `tensor` converts a tensor. `what` is the name of `value` in errors.
+    `tensor` converts what is of the classes `tensors`. `what` is the name of `value` in errors.
 
     Raises:
         TypeError: A value of another type. The error names the path to it.
@@ -42,17 +45,18 @@ def encode(value: Any, what: str, tensor: Callable[[Tensor], Any]) -> Any:
     # numpy.float64 is a float
     if isinstance(value, Integral | float | str) and type(value).__module__ == "numpy":
         return encode(value.item(), what, tensor)  # type: ignore[union-attr]
-    if isinstance(value, Tensor):
+    if isinstance(value, tensors):
         return {_TENSOR: tensor(value)}
-    if isinstance(value, list):
-        return [encode(item, f"{what}[{index}]", tensor) for index, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {
-            _TUPLE: [encode(item, f"{what}[{index}]", tensor) for index, item in enumerate(value)]
-        }
+
+    def inner(held: Any, place: str) -> Any:
+        return encode(held, place, tensor, tensors)
+
+    if isinstance(value, list | tuple):
+        listed = [inner(item, f"{what}[{index}]") for index, item in enumerate(value)]
+        return listed if isinstance(value, list) else {_TUPLE: listed}
     if isinstance(value, dict):
         items = [
-            (encode(key, f"a key of {what}", tensor), encode(held, f"{what}[{key!r}]", tensor))
+            (inner(key, f"a key of {what}"), inner(held, f"{what}[{key!r}]"))
             for key, held in value.items()
         ]
         if isinstance(value, Counter):
@@ -93,7 +97,7 @@ def encode_scalar(value: Any, what: str) -> Any:
     return encode(value, what, lambda tensor: _scalar(tensor, what))
 
 
-def decode_scalar(value: Any, device: torch.device) -> Any:
+def decode_scalar(value: Any, device: torch.device | str) -> Any:
     """The inverse of `encode_scalar`. Tensors that were on a device other than the CPU are made on
     `device`.
 
@@ -112,6 +116,10 @@ def decode_scalar(value: Any, device: torch.device) -> Any:
         )
 
     return decode(value, tensor)
+
+
+def decode_scalars(values: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    return {key: decode_scalar(value, device) for key, value in values.items()}
 
 
 def _scalar(tensor: Tensor, what: str) -> list[Any]:

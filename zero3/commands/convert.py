@@ -19,6 +19,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ..checkpoint import file_operations
 from ..checkpoint.progress import progress
@@ -30,29 +31,20 @@ __all__: list[str] = []
 NAME = "convert"
 SUMMARY = "turn a checkpoint of FSDP2, DeepSpeed or plain torch into zero3's, or back"
 
-_FORMATS = (("zero3", ours), ("dcp", dcp), ("deepspeed", deepspeed), ("torch", torch_full))
+_FORMATS = MappingProxyType(
+    {"zero3": ours, "dcp": dcp, "deepspeed": deepspeed, "torch": torch_full}
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "input", type=Path, metavar="IN", help="a checkpoint of any of the four systems"
-    )
-    parser.add_argument("output", type=Path, metavar="OUT", help="a path where nothing is yet")
-    parser.add_argument(
-        "--to",
-        choices=["zero3", "torch", "dcp", "deepspeed"],
-        default="zero3",
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="that load what is for DeepSpeed (default: as many as have written IN)",
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="what can't go along is an error, and not left out"
-    )
+    add = parser.add_argument
+    add("input", type=Path, metavar="IN", help="a checkpoint of any of the four systems")
+    add("output", type=Path, metavar="OUT", help="a path where nothing is yet")
+    kinds = ["zero3", "torch", "dcp", "deepspeed"]
+    add("--to", choices=kinds, default="zero3", help="default: %(default)s")
+    ranks = "that load what is for DeepSpeed (default: as many as have written IN)"
+    add("--ranks", type=int, metavar="N", help=ranks)
+    add("--strict", action="store_true", help="what can't go along is an error, and not left out")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -62,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         with ExitStack() as files:
             found = _read(options.input, files)
             found.check()
-            found.leave_out(dict(_FORMATS)[options.to].HOLDS)
+            found.leave_out(_FORMATS[options.to].HOLDS)
             missed = (
                 f"{options.to} checkpoints can't hold these, or not yet: "
                 f"{', '.join(found.left_out)}"
@@ -98,7 +90,7 @@ def _write(found: Run, options: argparse.Namespace) -> None:
     file_operations.remove(temporary)  # of a conversion that was killed
     try:
         with progress(found.nbytes, "writing") as advance:
-            dict(_FORMATS)[options.to].write(found, temporary, advance)
+            _FORMATS[options.to].write(found, temporary, advance)
         os.rename(temporary, options.output)
         file_operations.sync_directory(options.output.absolute().parent)
     except BaseException:
@@ -119,7 +111,7 @@ def _check_output(options: argparse.Namespace) -> None:
 
 
 def _read(path: Path, files: ExitStack) -> Run:
-    for _, format_ in _FORMATS:
+    for format_ in _FORMATS.values():
         if format_.is_one(path):
             with progress(_bytes_of(path), "looking through") as advance:
                 found: Run = format_.read(path, files, advance)

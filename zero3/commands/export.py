@@ -38,27 +38,15 @@ SUMMARY = "write a checkpoint's model as Hugging Face safetensors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", type=Path, metavar="CKPT", help="the directory that save_checkpoint wrote"
-    )
-    parser.add_argument(
-        "output", type=Path, metavar="OUT", help="a directory that is not there yet, or is empty"
-    )
-    parser.add_argument(
-        "--dtype", metavar="NAME", help="convert floating tensors, e.g. to bfloat16"
-    )
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", default="5GB", help="of one file (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--beside",
-        type=Path,
-        metavar="DIR",
-        help="copy config and tokenizer files from this directory",
-    )
-    parser.add_argument(
-        "--strip", metavar="PREFIX", default="", help="take this off the beginning of names"
-    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CKPT", help="the directory that save_checkpoint wrote")
+    add("output", type=Path, metavar="OUT", help="a directory that is not there yet, or is empty")
+    add("--dtype", metavar="NAME", help="convert floating tensors, e.g. to bfloat16")
+    size = "of one file (default: %(default)s)"
+    add("--max-shard-size", metavar="SIZE", default="5GB", help=size)
+    beside = "copy config and tokenizer files from this directory"
+    add("--beside", type=Path, metavar="DIR", help=beside)
+    add("--strip", metavar="PREFIX", default="", help="take this off the beginning of names")
 
 
 def run(options: argparse.Namespace) -> None:

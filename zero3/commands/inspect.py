@@ -77,21 +77,17 @@ def facts_of(found: manifest.Manifest) -> dict[str, Any]:
         "run": found.content.get("run"),
         "step": None,
         "world_size": found.content["world_size"],
+        "tensors": len(tensors),
+        "elements": sum(numels.values()),
+        "dtypes": dict(numels),
+        "left_out": sum(not described["stored"] for described in tensors.values()),
+        "model_bytes": sum(n * dtype_named(dtype).itemsize for dtype, n in numels.items()),
+        "file_bytes": sum(written.nbytes for written in found.files.values()),
+        "files": len(found.files),
+        "extra": None if extra is None else type(extra).__name__,
     }
-    facts |= {"tensors": len(tensors), "elements": sum(numels.values()), "dtypes": dict(numels)}
-    facts["left_out"] = sum(not described["stored"] for described in tensors.values())
-    facts["model_bytes"] = sum(
-        math.prod(d["shape"]) * dtype_named(d["dtype"]).itemsize for d in tensors.values()
-    )
-    facts["file_bytes"] = sum(written.nbytes for written in found.files.values())
-    facts["files"] = len(found.files)
-    facts["extra"] = (
-        sorted(extra)
-        if isinstance(extra, dict)
-        else type(extra).__name__
-        if extra is not None
-        else None
-    )
+    if isinstance(extra, dict):
+        facts["extra"] = sorted(extra)
     if optimizer is not None:
         contents = OptimizerContents.from_json(optimizer)
         steps = {

@@ -14,6 +14,7 @@ import json
 import shlex
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,149 +42,57 @@ _OPTIMIZERS = MappingProxyType(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", type=Path, metavar="DIR", help="a Hugging Face directory; config.json is enough"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        required=True,
-        metavar="N",
-        help="ranks that share the model, one a GPU",
-    )
-    parser.add_argument(
-        "--memory", metavar="BYTES", help="what a rank has, such as 24GiB, or 80GB: a card's name"
-    )
-    parser.add_argument(
-        "--sequence", type=int, default=2048, metavar="N", help="tokens in a sequence (%(default)s)"
-    )
-    parser.add_argument(
-        "--batch",
-        type=int,
-        default=1,
-        metavar="N",
-        help="sequences in a rank's micro-batch (%(default)s)",
-    )
-    parser.add_argument(
-        "--accumulation",
-        type=int,
-        default=1,
-        metavar="N",
-        help="micro-batches in a step (%(default)s)",
-    )
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="activation checkpointing in each block"
-    )
-    parser.add_argument(
-        "--lora",
-        type=int,
-        metavar="RANK",
-        help="adapters of this rank, where peft puts them by default",
-    )
-    parser.add_argument(
-        "--quantize", choices=_FORMATS, help="frozen weights are stored in this format"
-    )
-    parser.add_argument(
-        "--offload",
-        metavar="WHERE",
-        help="chunks rest in host memory (cpu), or in files of this directory",
-    )
+    add = parser.add_argument
+    number = partial(add, type=int, metavar="N")
+    add("model", type=Path, metavar="DIR", help="a Hugging Face directory; config.json is enough")
+    number("--ranks", required=True, help="ranks that share the model, one a GPU")
+    add("--memory", metavar="BYTES", help="what a rank has, such as 24GiB, or 80GB: a card's name")
+    number("--sequence", default=2048, help="tokens in a sequence (%(default)s)")
+    number("--batch", default=1, help="sequences in a rank's micro-batch (%(default)s)")
+    number("--accumulation", default=1, help="micro-batches in a step (%(default)s)")
+    add("--checkpointing", action="store_true", help="activation checkpointing in each block")
+    number("--lora", metavar="RANK", help="adapters of this rank, where peft puts them by default")
+    add("--quantize", choices=_FORMATS, help="frozen weights are stored in this format")
+    offload = "chunks rest in host memory (cpu), or in files of this directory"
+    add("--offload", metavar="WHERE", help=offload)
     _add_policy(parser)
-    parser.add_argument(
-        "--sp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that hold parts of the same sequences (%(default)s)",
-    )
-    parser.add_argument(
-        "--chunked-head", action="store_true", help="the loss is made without whole logits"
-    )
-    parser.add_argument(
-        "--tile", type=int, metavar="N", help="tokens that a block's inner maps compute at a time"
-    )
-    parser.add_argument(
-        "--images",
-        type=int,
-        default=0,
-        metavar="N",
-        help="pictures in a rank's micro-batch; their tokens are a part of the sequences",
-    )
-    parser.add_argument(
-        "--image-size",
-        type=int,
-        metavar="PIXELS",
-        help="the side of each picture (the configuration's, or 1024 where it is free)",
-    )
-    parser.add_argument("--mesh", metavar="RxS", help="replicas x ranks that share the model")
-    parser.add_argument(
-        "--rank",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the rank to plan for (%(default)s); with gloo ranks differ a little",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="GPUs and NCCL, or CPUs and gloo (%(default)s)",
-    )
-    parser.add_argument("--gpu", metavar="KIND", help="such as h100, for the time of a step")
-    parser.add_argument(
-        "--link", metavar="RATE", help="one GPU's bandwidth between nodes, such as 400Gbit"
-    )
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the memory of a step into this file"
-    )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON, for programs")
+    number("--sp", default=1, help="ranks that hold parts of the same sequences (%(default)s)")
+    add("--chunked-head", action="store_true", help="the loss is made without whole logits")
+    number("--tile", help="tokens that a block's inner maps compute at a time")
+    images = "pictures in a rank's micro-batch; their tokens are a part of the sequences"
+    number("--images", default=0, help=images)
+    side = "the side of each picture (the configuration's, or 1024 where it is free)"
+    number("--image-size", metavar="PIXELS", help=side)
+    add("--mesh", metavar="RxS", help="replicas x ranks that share the model")
+    rank = "the rank to plan for (%(default)s); with gloo ranks differ a little"
+    number("--rank", default=0, help=rank)
+    device = "GPUs and NCCL, or CPUs and gloo (%(default)s)"
+    add("--device", choices=("cuda", "cpu"), default="cuda", help=device)
+    add("--gpu", metavar="KIND", help="such as h100, for the time of a step")
+    add("--link", metavar="RATE", help="one GPU's bandwidth between nodes, such as 400Gbit")
+    add("--picture", type=Path, metavar="FILE", help="draw the memory of a step into this file")
+    add("--json", action="store_true", help="print the same as JSON, for programs")
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    switch = partial(add, action=argparse.BooleanOptionalAction, default=False)
+    add(
         "--dtype", choices=_DTYPES, help="param_dtype: what parameters are gathered and computed in"
     )
-    parser.add_argument(
-        "--reduce-dtype", choices=_DTYPES, help="reduce_dtype: what gradients are added up in"
-    )
-    parser.add_argument(
-        "--master-dtype", choices=_DTYPES, help="what parameters are stored in (config.json's)"
-    )
-    parser.add_argument(
-        "--optimizer", choices=_OPTIMIZERS, default="AdamW", help="of torch.optim (%(default)s)"
-    )
-    parser.add_argument(
-        "--stage",
-        type=int,
-        choices=(1, 2, 3),
-        default=3,
-        help="what is divided, beside optimizer state (%(default)s)",
-    )
-    parser.add_argument(
-        "--keep",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="reshard_after_forward=False: a layer stays until its backward",
-    )
-    parser.add_argument(
-        "--experts-at-home",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="expert_parallel=True: experts stay on the ranks that own them, tokens travel",
-    )
-    parser.add_argument(
-        "--resident",
-        default="0",
-        metavar="BYTES",
-        help="resident_bytes: frozen parameters that are gathered once, such as 2GiB",
-    )
-    parser.add_argument(
-        "--prefetch-depth",
-        type=int,
-        default=1,
-        metavar="N",
-        help="layers gathered ahead (%(default)s)",
-    )
+    add("--reduce-dtype", choices=_DTYPES, help="reduce_dtype: what gradients are added up in")
+    masters = "what parameters are stored in (config.json's)"
+    add("--master-dtype", choices=_DTYPES, help=masters)
+    add("--optimizer", choices=_OPTIMIZERS, default="AdamW", help="of torch.optim (%(default)s)")
+    stage = "what is divided, beside optimizer state (%(default)s)"
+    add("--stage", type=int, choices=(1, 2, 3), default=3, help=stage)
+    switch("--keep", help="reshard_after_forward=False: a layer stays until its backward")
+    at_home = "expert_parallel=True: experts stay on the ranks that own them, tokens travel"
+    switch("--experts-at-home", help=at_home)
+    resident = "resident_bytes: frozen parameters that are gathered once, such as 2GiB"
+    add("--resident", default="0", metavar="BYTES", help=resident)
+    depth = "layers gathered ahead (%(default)s)"
+    add("--prefetch-depth", type=int, default=1, metavar="N", help=depth)
 
 
 def run(options: argparse.Namespace) -> int:

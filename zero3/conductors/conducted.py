@@ -1,4 +1,6 @@
-"""The communicator of a layer under `Join`: its collectives pass a conductor."""
+"""A conductor that gives what passes to a function; and the communicator of a layer under `Join`,
+whose collectives pass a conductor.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..comm.board import Board, board_for
 from ..comm.communicator import Communicator
-from ..core.collectives import Conductor
+from ..core.collectives import Collective, Conductor
 
 __all__: list[str] = []
 
@@ -24,6 +26,18 @@ _MOVE = (
     "exchange",
     "exchange_later",
 )
+
+
+class Through:
+    """Gives each collective to `conduct`, with what performs it by the conductors behind."""
+
+    def __init__(
+        self, conduct: Callable[[Collective, Callable[[], Any]], Any], inner: Conductor
+    ) -> None:
+        self._conduct, self.inner = conduct, inner
+
+    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
+        return self._conduct(what, partial(self.inner.conduct, what, absent=absent))
 
 
 @dataclass(frozen=True, slots=True)

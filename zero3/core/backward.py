@@ -181,6 +181,10 @@ class Backward:
         """
         return self.ending.awaited and any(trace.holds(state) for trace in self._touched)
 
+    def has_opened(self, state: LayerState) -> bool:
+        """Whether a call of `state` is open: gradients that it gets now are reduced after it."""
+        return any(trace.has_opened(state) for trace in self._touched)
+
     def release(self, state: LayerState) -> None:
         """Releases `state`, unless one of its calls is under way. Keeps it for its other modules'
         calls. What stays from step to step does so (stages 1, 2, `resident_bytes`).

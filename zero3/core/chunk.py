@@ -483,14 +483,19 @@ class Chunk:
             self._adopt_values_of_parts()
 
     @torch.no_grad()
+    @torch.inference_mode(False)
     def _adopt_values_of_parts(self) -> None:
         address, size = self.shard.data_ptr(), self.shard.element_size()
-        for part in self.parts:
-            parameter = part.parameter
-            if parameter.numel() and parameter.data_ptr() != address + part.start * size:
-                home = self.shard.data[part.start : part.stop].view(parameter.shape)
-                parameter.data = home.copy_(parameter.data)
-                torch.autograd.graph.increment_version(self.shard)
+        parts = [part for part in self.parts if part.parameter.numel()]
+        given = [part for part in parts if part.parameter.data_ptr() != address + part.start * size]
+        if given and not self.store.rests and not self.store.far:
+            # the caller may hold what was here, to give it back later
+            self.shard.data, given = self.shard.data.clone(), parts
+        for part in given:
+            home = self.shard.data[part.start : part.stop].view(part.parameter.shape)
+            part.parameter.data = home.copy_(part.parameter.data)
+        if given:
+            torch.autograd.graph.increment_version(self.shard)
 
     def finish_fetch(self) -> None:
         """Makes the compute stream wait for the gather."""

@@ -334,8 +334,10 @@ class Runtime:
         nodes = nodes_since(frame.clock, seen)
         if frame.recomputes:
             nodes -= frame.older
-            # a reentrant checkpoint walks this graph itself; others drop it
-            if self._trace is not None and nodes and not frame.opened:
+            # A reentrant checkpoint walks this graph itself; others drop it. A call around the
+            # checkpoint is open: it gets these gradients too, and reduces them once.
+            opened = frame.opened or self.backward.has_opened(state)
+            if self._trace is not None and nodes and not opened:
                 self.backward.follow(
                     self._trace, self._trace.record(state, frame.start), nodes, mark=self
                 )
@@ -381,7 +383,7 @@ class Runtime:
             self.backward.release(state)
             return None
         self._lingering.append(state)
-        recomputed = not graph or self._order.counts_without_graph
+        recomputed = not graph or self._order.is_recomputed
         call = self._trace.record(state, start, recomputed=recomputed)
         # a recomputation reads them, too, and happens only on ranks where gradients arrive
         if not (

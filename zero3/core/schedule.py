@@ -134,6 +134,13 @@ class Order(Protocol[L]):
         ...
 
     @property
+    def is_recomputed(self) -> bool:
+        """Whether a checkpoint recomputes the call that is made now. That may come before a
+        gradient does, and on some ranks alone: so it opens the call for backward.
+        """
+        ...
+
+    @property
     def calls(self) -> ForwardOrder[Any]: ...
 
     def adopt(self, layer: L) -> None: ...
@@ -166,7 +173,7 @@ class LearnedOrder(Generic[L]):
     order does not predict.
     """
 
-    counts_every_call = counts_without_graph = False
+    counts_every_call = counts_without_graph = is_recomputed = False
 
     def __init__(
         self, expected: Iterable[L], depth: int, compare: Callable[[L, int], None]
@@ -358,6 +365,9 @@ class CallTrace(Generic[L]):
 
     def holds(self, layer: L) -> bool:
         return layer in self._first
+
+    def has_opened(self, layer: L) -> bool:
+        return any(call.layer is layer for call in self._open)
 
     def is_open(self, layer: L) -> bool:
         for call in self._open:  # noqa: SIM110 (a generator costs more, and each release asks)

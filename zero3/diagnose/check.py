@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,13 +147,10 @@ def check(
             "shard's policy=, or wrap= a function that shards. zero3.report and zero3.profile "
             "take sharded models"
         )
-    sharded = copy.deepcopy(model)
-    sharded = (
-        shard(sharded, policy=policy, process_group=process_group)
-        if wrap is None
-        else wrap(sharded)
-    )
-    communicator, plain = states_of(sharded)[0].communicator, copy.deepcopy(model)
+    wrap = wrap or partial(shard, policy=policy, process_group=process_group)
+    sharded, plain = wrap(copy.deepcopy(model)), copy.deepcopy(model)
+    first = states_of(sharded)[0]
+    communicator = first.communicator
     for tensor in [*plain.parameters(), *plain.buffers()]:
         if communicator.world_size > 1:
             communicator.broadcast(tensor.detach())
@@ -160,17 +158,9 @@ def check(
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad:  # a master copy, as the chunks are
             parameter.data = parameter.data.to(places[name].sharded.chunk.shard.dtype)
-    expected = {
-        "loss": {
-            "": _plain_step(
-                plain,
-                sharded,
-                places,
-                lambda model: _step(model, [*model.parameters()], batch, loss),
-            )
-        }
-    }
-    found = {"loss": {"": _step(sharded, get_trainable_chunk(sharded), batch, loss)}}
+    step = partial(_step, batch=batch, loss=loss, device=first.device)
+    expected = {"loss": {"": _plain_step(plain, sharded, places, step)}}
+    found = {"loss": {"": step(sharded)}}
     expected["gradient"] = {
         n: torch.zeros_like(p) if p.grad is None else p.grad
         for n, p in plain.named_parameters()
@@ -196,9 +186,7 @@ def check(
 def _compared(
     expected: dict[str, dict[str, Tensor]], found: dict[str, dict[str, Tensor]], tolerance: float
 ) -> CheckReport:
-    """Compares tensors by kind and name. The last kind has all names, in the order of the
-    report.
-    """
+    """By kind and name. The last kind has all names, in the order of the report."""
     pairs = [
         (name, what, found[what][name], value)
         for what, values in expected.items()
@@ -248,14 +236,9 @@ def _tolerance(place: _Place) -> float:
 
 
 def _step(
-    model: nn.Module,
-    parameters: list[nn.Parameter],
-    batch: Any,
-    loss: Callable[[nn.Module, Any], Tensor],
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], device: torch.device
 ) -> Tensor:
-    with random_state_kept(
-        next((p.device for p in parameters if p.device.type != "cpu"), torch.device("cpu"))
-    ):
+    with random_state_kept(device):
         torch.manual_seed(0)
         value = loss(model, batch)
         value.backward()  # type: ignore[no-untyped-call]
@@ -268,9 +251,7 @@ def _plain_step(
     places: dict[str, _Place],
     step: Callable[[nn.Module], Tensor],
 ) -> Tensor:
-    """`step` of what `plain` is when it is cast as `sharded` is; the gradients go to `plain`, in
-    its own dtypes.
-    """
+    """`step` of `plain`, cast as `sharded` is. The gradients go to `plain`, in its own dtypes."""
     computing = _cast_alike(plain, sharded, places)
     first, value, error = states_of(sharded)[0], torch.zeros(()), None
     try:
@@ -299,9 +280,7 @@ def _plain_step(
 
 
 def _cast_alike(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place]) -> nn.Module:
-    """A copy whose parameters have the dtypes that they are computed with, and whose modules cast
-    what the layers cast.
-    """
+    """A copy with the dtypes of computation, whose modules cast what the layers cast."""
     computing = copy.deepcopy(plain)
     for name, parameter in computing.named_parameters():
         parameter.data = parameter.data.to(places[name].sharded.chunk.compute_dtype)

@@ -170,9 +170,7 @@ class _Timed:
 
 
 class _Recorder:
-    """Records computation and transfers. Computation counts for the layer that was fetched last,
-    until that layer's call is over.
-    """
+    """Computation counts for the layer that was fetched last, until that layer's call is over."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -233,14 +231,8 @@ class _Recorder:
         spans = [Span(layer, phase, at(begin), at(end)) for layer, phase, begin, end in self._spans]
         transfers = [
             Transfer(
-                t.layer,
-                t.kind,
-                t.phase,
-                t.nbytes,
-                at(t.begin),
-                at(t.end),
-                at(t.stopped),
-                at(t.resumed),
+                *(t.layer, t.kind, t.phase, t.nbytes),
+                *map(at, (t.begin, t.end, t.stopped, t.resumed)),
             )
             for t in self.transfers
         ]
@@ -367,7 +359,5 @@ def _reduced(layer: LayerState) -> dict[str, Iterator[int]]:
 
 
 def _received(chunk: Chunk, itemsize: int) -> int:
-    """The bytes that a rank receives in a gather or a reduction: the full buffer without the rank's
-    own slice.
-    """
+    """The bytes that a rank receives: the full buffer without its own slice."""
     return (chunk.at.layout.padded_numel - chunk.shard.numel()) * itemsize

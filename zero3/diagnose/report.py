@@ -164,40 +164,31 @@ def report(model: nn.Module) -> Report:
     largest = max(states, key=lambda state: (id(state) not in roots, state.full_nbytes()))
     chunks: dict[str, int] = {}
     gathered: dict[str, int] = {}
+    gradients = 0
     for state in states:
         for chunk in state.chunks:
             kind = f"{'trainable' if chunk.shard.requires_grad else 'frozen'} {chunk.stored_as}"
             chunks[kind] = chunks.get(kind, 0) + chunk.store.taken(chunk.shard.nbytes)
             before = gathered.get(chunk.gathered_as, 0)
             gathered[chunk.gathered_as] = before + chunk.full_nbytes
+            if chunk.shard.requires_grad:
+                itemsize = landed_dtype(state.policy, chunk.shard.dtype).itemsize
+                gradients += chunk.store.taken(chunk.shard.numel() * itemsize)
+    rests = dict.fromkeys(chunk.store.name for state in states for chunk in state.chunks)
+    full = [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states]
+    of_roots = [state.full_nbytes() for state in states if id(state) in roots]
     return Report(
         rank=first.communicator.rank,
         world_size=first.communicator.world_size,
         shards=first.communicator.shards,
         layers=len(states),
-        parameters=sum(
-            sharded.stand_in.numel() for state in states for sharded in state.parameters
-        ),
+        parameters=sum(each.stand_in.numel() for state in states for each in state.parameters),
         chunks=chunks,
-        gradients=sum(
-            chunk.store.taken(
-                chunk.shard.numel() * landed_dtype(state.policy, chunk.shard.dtype).itemsize
-            )
-            for state in states
-            for chunk in state.chunks
-            if chunk.shard.requires_grad
-        ),
-        rests=tuple(dict.fromkeys(chunk.store.name for state in states for chunk in state.chunks))
-        or ("memory",),
+        gradients=gradients,
+        rests=tuple(rests) or ("memory",),
         gathered=gathered,
-        full_parameters=_at_once(
-            states,
-            [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states],
-            shards_parameters,
-        ),
-        full_gradients=_at_once(
-            states, [_gradient_nbytes(state) for state in states], shards_gradients
-        ),
+        full_parameters=_at_once(states, full, shards_parameters),
+        full_gradients=_at_once(states, list(map(_gradient_nbytes, states)), shards_gradients),
         transfers=_rounded(states),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
         largest_layer=largest.label,
@@ -205,9 +196,7 @@ def report(model: nn.Module) -> Report:
         experts=_experts(states),
         parts=1 if parts is None else parts.size,
         towers=towers_of(model),
-        root_bytes=sum(state.full_nbytes() for state in states if id(state) in roots)
-        if roots
-        else None,
+        root_bytes=sum(of_roots) if roots else None,
     )
 
 

@@ -4,7 +4,7 @@ picture. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -255,35 +255,29 @@ class Profile:
             for layer in self.layers
         ]
 
-    def _notes(self) -> list[str]:
+    def _notes(self) -> Iterator[str]:
         share = self.exposed_ms / 1e3 / self.seconds if self.seconds else 0.0
-        return [
+        yield (
             f"{self.seconds:.3f} s, of which computation stood still for transfers "
             f"{self.exposed_ms:.1f} ms ({share:.1%}); received {self.nbytes / 1e6:.1f} MB, at "
-            f"{self.bytes_per_second / 1e6:.0f} MB/s",
-            *self._exchanges(),
-            *self._gates(),
-            *(
+            f"{self.bytes_per_second / 1e6:.0f} MB/s"
+        )
+        if number := sum(layer.exchanges for layer in self.layers):
+            took = sum(layer.exchange_ms for layer in self.layers)
+            nbytes = sum(t.nbytes for t in self.transfers if t.kind == "exchange")
+            yield (
+                f"of that {took:.1f} ms for {number} exchanges of parts of sequences, "
+                f"{nbytes / 1e6:.1f} MB"
+            )
+        if self.gates:
+            waited = 1e3 * sum(self.gates)
+            yield f"{len(self.gates)} gates of towers, where the host waited {waited:.1f} ms"
+        for layer, share in self.busiest.items():
+            yield (
                 f"{layer}: the busiest rank gets {share:.2f} x the mean of this rank's rows of "
                 f"tokens; {self.loads[layer]:.2f} x as many come here as this rank sends"
-                for layer, share in self.busiest.items()
-            ),
-            *self.advice,
-        ]
-
-    def _exchanges(self) -> list[str]:
-        number = sum(layer.exchanges for layer in self.layers)
-        took = sum(layer.exchange_ms for layer in self.layers)
-        nbytes = sum(t.nbytes for t in self.transfers if t.kind == "exchange")
-        return [
-            f"of that {took:.1f} ms for {number} exchanges of parts of sequences, "
-            f"{nbytes / 1e6:.1f} MB"
-        ][: number > 0]
-
-    def _gates(self) -> list[str]:
-        waited = 1e3 * sum(self.gates)
-        text = f"{len(self.gates)} gates of towers, where the host waited {waited:.1f} ms"
-        return [text] if self.gates else []
+            )
+        yield from self.advice
 
     def draw(self, path: str | PathLike[str], begin: float = 0.0, end: float | None = None) -> None:
         """Draws fetch, compute and backup lanes over time.

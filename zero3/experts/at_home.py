@@ -339,9 +339,7 @@ class AtHome:
         return found
 
     def answer(self, way: Way, call: int, *, again: bool) -> None:
-        """Takes part in an exchange with nothing to give, after a failure: sends zeros for as many
-        rows as the others expect.
-        """
+        """Takes part after a failure: sends zeros for as many rows as the others expect."""
         state = self._layer()
         calls = self._calls(state)
         if way is Way.COUNTS:
@@ -405,20 +403,15 @@ def _bytes(part: Tensor, width: int) -> Tensor:
     return part.contiguous().view(torch.uint8)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(torch.float32, dtype)
-
-
 def _summed(rows: Tensor, places: Tensor, like: torch.Size) -> Tensor:
     """Adds rows `[n, H]` up at their places of `like`, `[T, H]`, in float32."""
-    total = torch.zeros(like, dtype=_wide(rows.dtype), device=rows.device)
+    wide = torch.promote_types(torch.float32, rows.dtype)
+    total = torch.zeros(like, dtype=wide, device=rows.device)
     return total.index_add_(0, places, rows.to(total.dtype)).to(rows.dtype)
 
 
 class _There(torch.autograd.Function):
-    """hidden `[T, H]`, weights `[T, k]`, experts' numbers `[T, k]` -> the same of the rows that
-    come, `[n, ..]`.
-    """
+    """hidden `[T, H]`, weights and numbers `[T, k]` -> those of the rows that come, `[n, ..]`."""
 
     @staticmethod
     def forward(

@@ -55,15 +55,7 @@ def tied(model: nn.Module) -> set[int]:
 
 
 def check_adapters(model: nn.Module, experts: Container[int]) -> None:
-    """
-    Args:
-        model: Any module.
-        experts: The ids of modules that stay at home.
-
-    Raises:
-        ValueError: An adapter of peft (`target_parameters`) changes the parameters of experts when
-            they are called.
-    """
+    """Raises ValueError if an adapter of peft changes parameters of `experts`, ids of modules."""
     for name, module in model.named_modules():
         adapted = getattr(module, "parameter_name", None)
         if type(module).__name__ == "ParamWrapper" and any(

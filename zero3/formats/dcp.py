@@ -4,25 +4,26 @@
 __0_0.distcp     what a rank wrote: a small file of torch's for each block or value, one after
                  another
 
-torch's own reader unpickles `.metadata` without restriction. Its writer keeps all tensors of a file
-in memory until the file is complete, and its planner drops empty dicts and makes text of numbers
-that are keys. To import them takes longer than zero3.
+torch's own reader unpickles `.metadata`, and values, without restriction. Its writer keeps all
+tensors of a file in memory until the file is complete, and its planner drops empty dicts and makes
+text of numbers that are keys. To import its classes takes longer than zero3, and tens of MB.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations
-from ..comm.plain_values import dtype_named
 from . import pickled, torch_files
 from .lazy import Block, Lazy, as_lazy, assembled
 from .pickled import Global, Made
@@ -36,6 +37,7 @@ HOLDS = Holds()
 _METADATA = ".metadata"
 _FILE = "__0_0.distcp"
 _MODULE = "torch.distributed.checkpoint.metadata"
+_PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _Path = tuple[str | int, ...]
 
 
@@ -45,7 +47,7 @@ def is_one(path: Path) -> bool:
 
 def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
     metadata = path / _METADATA
-    found = _state(pickled.read(metadata.read_bytes(), str(metadata), _make))
+    found = _state(pickled.read(metadata.read_bytes(), str(metadata), torch_files.plain))
     reader = _Reader(path, files, found)
     leaves = {
         key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()
@@ -59,10 +61,6 @@ def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
     return run_of(tree, "dcp", str(path))
 
 
-def _make(name: str, arguments: tuple[Any, ...]) -> Any:
-    return tuple(*arguments) if name == "torch.Size" else torch_files.plain(name, arguments)
-
-
 def _state(made: Any) -> dict[str, Any]:
     if not isinstance(made, Made) or not isinstance(made.state, dict):
         raise ValueError(
@@ -74,59 +72,47 @@ def _state(made: Any) -> dict[str, Any]:
 class _Reader:
     def __init__(self, directory: Path, files: ExitStack, found: dict[str, Any]) -> None:
         self._directory = directory
-        self._opened = files
-        self._files: dict[str, FileIO] = {}
-        self._where: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
+        self._files = files
+        self._opened: dict[str, FileIO] = {}
+        self._where = {}  # by name and offsets, which are None for what is no tensor
         for index, where in found["storage_data"].items():
             named = _state(index)
-            offset = named.get("offset")
-            self._where[named["fqn"], tuple(offset) if offset is not None else None] = _state(where)
+            self._where[named["fqn"], named.get("offset")] = _state(where)
 
     def value(self, key: str, described: Made) -> Any:
         """A `Lazy`, or what was pickled."""
         if described.name.endswith(".BytesStorageMetadata"):
-            return self._item(key, None).value
+            return self._item(key, None)
         facts = _state(described)
-        properties = facts["properties"].state
-        dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-        blocks = []
-        for chunk in map(_state, facts["chunks"]):
-            blocks.append(
-                Block(chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype))
-            )
-        shape = tuple(facts["size"])
+        properties, shape = facts["properties"].state, facts["size"]
+        named = properties["dtype"] if isinstance(properties, dict) else properties[0]
+        dtype = torch_files.dtype_of(named)
+        blocks = [
+            Block(chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype))
+            for chunk in map(_state, facts["chunks"])
+        ]
         if sum(block.values.numel for block in blocks) != math.prod(shape):
             raise ValueError(
                 f"{self._directory}: {key} has {shape}, and its blocks are "
                 f"{[block.values.shape for block in blocks]}"
             )
-        return assembled(dtype_named(dtype.name.removeprefix("torch.")), shape, blocks)
+        return assembled(dtype, shape, blocks)
 
     def _block(
-        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: Global
+        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
     ) -> Lazy:
-        expected = dtype_named(dtype.name.removeprefix("torch."))
+        @cache  # it is opened when it is first read: there may be many
+        def opened() -> Lazy:
+            found = self._item(key, offsets)
+            if not isinstance(found, Lazy) or (found.shape, found.dtype) != (sizes, dtype):
+                raise ValueError(
+                    f"{self._directory}: {key} has {found!r:.80}, expected {sizes} of {dtype}"
+                )
+            return found
 
-        opened: list[Lazy] = []  # when it is first read: there may be many
+        return Lazy(dtype, sizes, lambda start, into: opened().read(start, into))
 
-        def read(start: int, into: Tensor) -> None:
-            if not opened:
-                found = self._item(key, tuple(offsets)).value
-                if (
-                    not isinstance(found, Lazy)
-                    or found.shape != tuple(sizes)
-                    or found.dtype != expected
-                ):
-                    raise ValueError(
-                        f"{self._directory}: {key} has {found!r:.80}, expected {tuple(sizes)} of "
-                        f"{expected}"
-                    )
-                opened.append(found)
-            opened[0].read(start, into)
-
-        return Lazy(expected, tuple(sizes), read)
-
-    def _item(self, key: str, offsets: tuple[int, ...] | None) -> torch_files.TorchFile:
+    def _item(self, key: str, offsets: tuple[int, ...] | None) -> Any:
         where = self._where.get((key, offsets)) or self._where.get((key, None))
         if where is None:
             raise ValueError(
@@ -142,16 +128,11 @@ class _Reader:
             raise ValueError(
                 f"{self._directory / _METADATA} names the file {name!r:.80}, expected one beside it"
             )
-        if name not in self._files:
-            self._files[name] = self._opened.enter_context(
-                FileIO(os.fspath(self._directory / name))
-            )
-        return torch_files.TorchFile(
-            self._files[name],
-            f"{key} in {self._directory / name}",
-            where["offset"],
-            where["length"],
-        )
+        path = self._directory / name
+        if name not in self._opened:
+            self._opened[name] = self._files.enter_context(FileIO(os.fspath(path)))
+        file, what = self._opened[name], f"{key} in {path}"
+        return torch_files.TorchFile(file, what, where["offset"], where["length"]).value
 
 
 def _unfolded(leaves: dict[_Path, Any]) -> Any:
@@ -187,68 +168,59 @@ def _split(leaves: dict[str, Any]) -> dict[str, Any]:
 
 def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     """One file, in which each tensor is one block: any number of ranks of torch's can load that."""
-    leaves = dict(_leaves(tree_of(run), ()))
-    described: dict[str, Any] = {}
-    where: dict[Any, Any] = {}
+    described: dict[str, Made] = {}
+    where: dict[Made, Made] = {}
+    paths: dict[str, _Path] = {}
     file_operations.make_directory(path)
     offset = 0
     with file_operations.create(path / _FILE) as file:
-        for parts, value in leaves.items():
+        for parts, value in _leaves(tree_of(run), ()):
             key = ".".join(map(str, parts))
-            if key in described:
+            if key in paths:
                 raise ValueError(
                     f"two values would have the name {key!r} in torch.distributed.checkpoint"
                 )
-            is_tensor = isinstance(value, Tensor | Lazy)
-            lazy = as_lazy(value) if is_tensor else value
-            described[key] = (
-                _description(lazy)
-                if is_tensor
-                else Made(f"{_MODULE}.BytesStorageMetadata", state={}, new=True)
-            )
+            lazy = as_lazy(value) if isinstance(value, Tensor | Lazy) else None
+            begin = None if lazy is None else _size(0 for _ in lazy.shape)
+            index = _made("MetadataIndex", fqn=key, offset=begin, index=0 if begin else None)
             length = torch_files.write(file, offset, value, advance)
-            index = {
-                "fqn": key,
-                "offset": _size([0] * len(lazy.shape)) if is_tensor else None,
-                "index": 0 if is_tensor else None,
-            }
             place = {"relative_path": _FILE, "offset": offset, "length": length}
-            info = Made(
-                "torch.distributed.checkpoint.filesystem._StorageInfo", state=place, new=True
-            )
-            where[Made(f"{_MODULE}.MetadataIndex", state=index, new=True)] = info
+            where[index] = Made(_PLACE, state=place, new=True)
+            described[key], paths[key] = _description(lazy, begin), parts
             offset += length
         file_operations.sync(file)
-    state = {
-        "state_dict_metadata": described,
-        "planner_data": {".".join(map(str, parts)): parts for parts in leaves},
-        "storage_data": where,
-        "storage_meta": None,
-        "version": "1.0.0",
-    }
-    metadata = Made(f"{_MODULE}.Metadata", state=state, new=True)
+    metadata = _made(
+        "Metadata",
+        state_dict_metadata=described,
+        planner_data=paths,
+        storage_data=where,
+        storage_meta=None,
+        version="1.0.0",
+    )
     with file_operations.create(path / _METADATA) as file:
         file_operations.write(file, [memoryview(pickled.write(metadata, lambda value: None))])
         file_operations.sync(file)
     file_operations.sync_directory(path)
 
 
-def _size(numbers: Any) -> Made:
+def _made(name: str, **state: Any) -> Made:
+    return Made(f"{_MODULE}.{name}", state=state, new=True)
+
+
+def _size(numbers: Iterable[int]) -> Made:
     return Made("torch.Size", (tuple(numbers),))
 
 
-def _description(lazy: Lazy) -> Made:
+def _description(lazy: Lazy | None, begin: Made | None) -> Made:
+    if lazy is None:
+        return _made("BytesStorageMetadata")
     layout = Made("torch.serialization._get_layout", ("torch.strided",))
     memory_format = Made(f"{_MODULE}._MEM_FORMAT_ENCODING", (0,))
-    properties = Made(
-        f"{_MODULE}.TensorProperties",
-        state=(Global(str(lazy.dtype)), layout, False, memory_format, False),
-        new=True,
-    )
-    chunk = {"offsets": _size([0] * len(lazy.shape)), "sizes": _size(lazy.shape)}
-    chunks = [Made(f"{_MODULE}.ChunkStorageMetadata", state=chunk, new=True)]
-    facts = {"properties": properties, "size": _size(lazy.shape), "chunks": chunks}
-    return Made(f"{_MODULE}.TensorStorageMetadata", state=facts, new=True)
+    facts = Global(str(lazy.dtype)), layout, False, memory_format, False
+    properties = Made(f"{_MODULE}.TensorProperties", state=facts, new=True)
+    size = _size(lazy.shape)
+    chunk = _made("ChunkStorageMetadata", offsets=begin, sizes=size)
+    return _made("TensorStorageMetadata", properties=properties, size=size, chunks=[chunk])
 
 
 def _leaves(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -74,69 +75,54 @@ def _step_of(path: Path) -> Path:
 def read(path: Path, opened: ExitStack, _: Callable[[int], object]) -> Run:
     step = _step_of(path)
     files: dict[tuple[str, int], Any] = {}
+    left_out = []
     for name in file_operations.names_in(step):
-        if (match := _FILE.fullmatch(name)) is not None:
-            if int(match[2]):
-                raise ValueError(
-                    f"{step / name}: models that are cut by tensor parallelism can't be converted"
-                )
-            file = opened.enter_context(FileIO(os.fspath(step / name)))
-            files[match[3], int(match[1])] = torch_files.TorchFile(file, str(step / name)).value
+        if (match := _FILE.fullmatch(name)) is None:
+            left_out += [f"the file {name}"] if name.endswith(".pt") else []
+            continue
+        if int(match[2]):
+            raise ValueError(
+                f"{step / name}: models that are cut by tensor parallelism can't be converted"
+            )
+        file = opened.enter_context(FileIO(os.fspath(step / name)))
+        files[match[3], int(match[1])] = torch_files.TorchFile(file, str(step / name)).value
     ranks = range(max(rank for _, rank in files) + 1)
-    if missing := [
-        f"{kind} of rank {rank}"
-        for rank in ranks
-        for kind in ("model", "optim")
-        if (kind, rank) not in files
-    ]:
+    wanted = [(kind, rank) for rank in ranks for kind in ("model", "optim")]
+    if missing := [f"{kind} of rank {rank}" for kind, rank in wanted if (kind, rank) not in files]:
         raise ValueError(f"{step} lacks files: {', '.join(missing[:6])}")
-    run = Run("deepspeed", {}, ranks=len(ranks))
     optimizers = [files["optim", rank]["optimizer_state_dict"] for rank in ranks]
     models = [files["model", rank] for rank in ranks]
-    run = _RankFiles(step, run, models, optimizers).filled()
-    left_out = [
-        f"the file {name}"
-        for name in file_operations.names_in(step)
-        if name.endswith(".pt") and not _FILE.fullmatch(name)
-    ]
-    left_out += _not_read(
-        "optim_states.pt", files["optim", 0], ("optimizer_state_dict", "ds_config", "ds_version")
-    )
-    left_out += _not_read("optimizer_state_dict", optimizers[0], _OPTIMIZER)
-    left_out += _not_read(
-        "optimizer", optimizers[0]["optimizer_state_dict"], ("state", "param_groups")
-    )
+    run = _RankFiles(step, Run("deepspeed", {}, ranks=len(ranks)), models, optimizers).filled()
+    inner = optimizers[0]["optimizer_state_dict"]
+    for what, found, known in (
+        ("optim_states.pt", files["optim", 0], ("optimizer_state_dict", "ds_config", "ds_version")),
+        ("optimizer_state_dict", optimizers[0], _OPTIMIZER),
+        ("optimizer", inner, ("state", "param_groups")),
+    ):
+        left_out += [f"{key!r} of {what}" for key in found if key not in known]
     left_out += [] if models[0].get("optimizer") is None else ["'optimizer' of model_states.pt"]
-    for rank in ranks[1:]:
-        left_out += [
-            f"{key} of rank {rank}, which differs from rank 0's"
-            for key in _differing(models[0], models[rank])
-        ]
+    left_out += [
+        f"{key} of rank {rank}, which differs from rank 0's"
+        for rank in ranks[1:]
+        for key in _differing(models[0], models[rank])
+    ]
     return replace(run, left_out=left_out)
-
-
-def _not_read(what: str, found: dict[str, Any], known: tuple[str, ...]) -> list[str]:
-    return [f"{key!r} of {what}" for key in found if key not in known]
 
 
 def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Of what each rank has, and not a piece of."""
-    keys = [key for key in {**first, **other} if key not in _MANAGED]
-    own = {
+    beside = [key for key in {**first, **other} if key not in _MANAGED]
+    own = [
         key
         for key in first["module"]
         if key in first["buffer_names"] or key.rpartition(".")[2] == "_extra_state"
-    }
-    found = [
+    ]
+    mine, theirs = first["module"], other["module"]
+    return [
         repr(key)
-        for key in keys
+        for key in beside
         if key not in first or key not in other or not same(first[key], other[key])
-    ]
-    return found + [
-        key
-        for key in first["module"]
-        if key in own and not same(first["module"][key], other["module"].get(key))
-    ]
+    ] + [key for key in own if not same(mine[key], theirs.get(key))]
 
 
 class _RankFiles:
@@ -146,9 +132,8 @@ class _RankFiles:
     def filled(self) -> Run:
         run, model, optimizer = self._run, self._models[0], self._optimizers[0]
         stage = optimizer["zero_stage"]
-        if (stage.arguments[0] if isinstance(stage, Made) else stage) != 3 or int(
-            model["dp_world_size"]
-        ) != run.ranks:
+        number = stage.arguments[0] if isinstance(stage, Made) else stage
+        if number != 3 or int(model["dp_world_size"]) != run.ranks:
             raise ValueError(
                 f"{self._step} is of stage {stage!r:.80} and {model['dp_world_size']} ranks, "
                 f"expected 3 and {run.ranks}"
@@ -156,7 +141,7 @@ class _RankFiles:
         trained, names = self._trained()
         for name, shape in (model["frozen_param_shapes"] or {}).items():
             parts = [each["frozen_param_fragments"][name] for each in self._models]
-            trained[name] = joined(parts[0].dtype, tuple(shape), parts)
+            trained[name] = joined(parts[0].dtype, shape, parts)
         run.buffers.update(own_name(name) for name in model["buffer_names"])
         shared = model.get("shared_params") or {}
         for name, value in model["module"].items():
@@ -177,12 +162,7 @@ class _RankFiles:
         groups = []
         for group in inner["param_groups"]:
             listed = [own_name(name) for number in group["params"] for name in names[number]]
-            groups.append(
-                {
-                    **{key: value for key, value in group.items() if key != "params"},
-                    "params": listed,
-                }
-            )
+            groups.append({**group, "params": listed})
         return replace(run, groups=groups, extra=self._extra(model, optimizer))
 
     def _trained(self) -> tuple[dict[str, Lazy], list[list[str]]]:
@@ -200,46 +180,35 @@ class _RankFiles:
             offset = 0
             for name, shape in named.items():
                 length = -(-math.prod(shape) // self._run.ranks)
-
-                def whole(
-                    parts: list[Lazy],
-                    begin: int = offset,
-                    end: int = offset + length,
-                    shape: Any = shape,
-                ) -> Lazy:
-                    if any(part.numel < end for part in parts):
-                        raise ValueError(
-                            f"{self._step}: flat tensors of {[part.numel for part in parts]} "
-                            f"elements, {end} expected"
-                        )
-                    return joined(
-                        parts[0].dtype, tuple(shape), [part.part(begin, end) for part in parts]
-                    )
-
+                whole = partial(self._whole, offset, offset + length, shape)
                 trained[name] = whole([flats[rank][number] for rank in ranks])
-                state = (
-                    self._run.state.setdefault(own_name(name), {}) if number in states[0] else {}
-                )
+                state = {}
                 for key, value in states[0].get(number, {}).items():
                     if isinstance(value, Lazy) and value.shape:
                         value = whole([states[rank][number][key] for rank in ranks])
                     state[key] = small(value)
+                if number in states[0]:
+                    self._run.state[own_name(name)] = state
                 offset += length
         return trained, [list(named) for named in shapes]
+
+    def _whole(self, begin: int, end: int, shape: tuple[int, ...], parts: list[Lazy]) -> Lazy:
+        if any(part.numel < end for part in parts):
+            raise ValueError(
+                f"{self._step}: flat tensors of {[part.numel for part in parts]} elements, {end} "
+                "expected"
+            )
+        return joined(parts[0].dtype, shape, [part.part(begin, end) for part in parts])
 
     def _extra(self, model: dict[str, Any], optimizer: dict[str, Any]) -> Any:
         # else DeepSpeed has saved it again, with a header of its own
         if _OURS in model and "ds_version" not in model:
             return model[_OURS]
         scaler = optimizer["loss_scaler"]
-        header = mapped(
-            {key: model[key] for key in _HEADER if key in model}
-            | {"loss_scaler": [scaler.name, scaler.state]},
-            _told,
-        )
-        return {key: value for key, value in model.items() if key not in (*_MANAGED, *_HEADER)} | {
-            _KEY: header
-        }
+        header = {key: model[key] for key in _HEADER if key in model}
+        header["loss_scaler"] = [scaler.name, scaler.state]
+        beside = {key: value for key, value in model.items() if key not in (*_MANAGED, *_HEADER)}
+        return beside | {_KEY: mapped(header, _told)}
 
 
 def _told(leaf: Any) -> Any:
@@ -261,11 +230,9 @@ def _as_told(value: Any) -> Any:
         return value
     if [*value] == [_SET]:
         return Made(_SET, (value[_SET],))
-    return (
-        Global(value[_DTYPE])
-        if [*value] == [_DTYPE]
-        else {key: _as_told(held) for key, held in value.items()}
-    )
+    if [*value] == [_DTYPE]:
+        return Global(value[_DTYPE])
+    return {key: _as_told(held) for key, held in value.items()}
 
 
 class _SubGroup(NamedTuple):
@@ -282,13 +249,13 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
             "DeepSpeed ZeRO-3 keeps what trains in the optimizer's files, and this checkpoint "
             "has no optimizer"
         )
-    known = run.extra.get(_KEY) if isinstance(run.extra, dict) else None
-    header = known if isinstance(known, dict) else {}
-    if not {*header} <= {*_HEADER, "loss_scaler"} or (
-        header and {*run.extra} & {*_MANAGED, *_HEADER}
+    header = run.extra.get(_KEY) if isinstance(run.extra, dict) else None
+    # it may not be DeepSpeed's, or what stands beside it would stand in the place of its own
+    if (
+        not isinstance(header, dict)
+        or not {*header} <= {*_HEADER, "loss_scaler"}
+        or {*run.extra} & {*_MANAGED, *_HEADER}
     ):
-        # it is not DeepSpeed's, or what stands beside it would stand in the place of DeepSpeed's
-        # own
         header = {}
     ranks = run.ranks_asked_for or int(header.get("dp_world_size", run.ranks))
     run = replace(run, ranks=ranks)
@@ -298,19 +265,15 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
         raise ValueError(
             f"DeepSpeed's masters are float32, and {min(other)} is {run.tensors[min(other)].dtype}"
         )
-    steps = [
-        int(values["step"])
-        for values in run.state.values()
-        if isinstance(values.get("step"), Tensor | int | float)
-    ]
-    tag = f"global_step{header.get('global_steps', max(steps, default=0))}"
-    writer = _Writer(run, subs, trained, header, int(max(steps, default=0)))
+    found = [values.get("step") for values in run.state.values()]
+    steps = max((int(step) for step in found if isinstance(step, Tensor | int | float)), default=0)
+    tag = f"global_step{header.get('global_steps', steps)}"
+    writer = _Writer(run, subs, trained, header, steps)
     file_operations.make_directory(path / tag)
     for rank in range(ranks):
         for kind, content in (("model", writer.model(rank)), ("optim", writer.optimizer(rank))):
-            with file_operations.create(
-                path / tag / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
-            ) as file:
+            name = f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+            with file_operations.create(path / tag / name) as file:
                 torch_files.write(file, 0, content, advance)
                 file_operations.sync(file)
     with file_operations.create(path / "latest") as file:
@@ -343,19 +306,12 @@ class _Writer:
         self, run: Run, subs: list[_SubGroup], trained: set[str], header: dict[str, Any], steps: int
     ) -> None:
         self._run, self._subs, self._header, self._steps = run, subs, header, steps
-        self._named = sorted_out(
-            run.state, {name: lazy.shape for name, lazy in run.tensors.items()}, Tensor | Lazy
-        )
+        self._named = sorted_out(run.state, run.shapes, Tensor | Lazy)
         # the others don't know buffers from frozen parameters: those are taken for buffers
         tells = run.kind in ("zero3", "deepspeed")
-        self._frozen = [
-            name
-            for name in run.tensors
-            if tells and name not in trained and name not in run.buffers
-        ]
-        self._buffers = [
-            name for name in run.tensors if name not in trained and name not in self._frozen
-        ]
+        untrained = [name for name in run.tensors if name not in trained]
+        self._frozen = [name for name in untrained if tells and name not in run.buffers]
+        self._buffers = [name for name in untrained if not tells or name in run.buffers]
 
     def _piece(self, lazy: Lazy, rank: int) -> Lazy:
         length = -(-lazy.numel // self._run.ranks)
@@ -371,18 +327,12 @@ class _Writer:
             "module": module | run.extra_states,
             "buffer_names": self._buffers,
             "optimizer": None,
-        }
-        content["param_shapes"] = [
-            {name: self._size(name) for name in sub.names} for sub in self._subs
-        ]
-        content["frozen_param_shapes"] = {name: self._size(name) for name in self._frozen}
-        content["frozen_param_fragments"] = {
-            name: self._piece(run.tensors[name], rank) for name in self._frozen
-        }
-        content["shared_params"] = {
-            alias: name for name, aliases in run.also.items() for alias in aliases
-        }
-        content |= {
+            "param_shapes": [{name: self._size(name) for name in sub.names} for sub in self._subs],
+            "frozen_param_shapes": {name: self._size(name) for name in self._frozen},
+            "frozen_param_fragments": {
+                name: self._piece(run.tensors[name], rank) for name in self._frozen
+            },
+            "shared_params": {alias: name for name, others in run.also.items() for alias in others},
             "lr_scheduler": None,
             "data_sampler": None,
             "random_ltd": None,
@@ -405,23 +355,20 @@ class _Writer:
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in self._run.groups or ()]
         for number, sub in enumerate(self._subs):
             groups[sub.group]["params"].append(number)
-        state = {
-            number: found
-            for number, sub in enumerate(self._subs)
-            if (found := self._state(sub, rank))
-        }
-        flats = [
-            self._flat([self._run.tensors[name] for name in sub.names], rank) for sub in self._subs
-        ]
-        content: dict[str, Any] = {
+        states = {number: self._state(sub, rank) for number, sub in enumerate(self._subs)}
+        state = {number: found for number, found in states.items() if found}
+        content = {
             "partition_count": self._run.ranks,
             "overflow": False,
             "dynamic_loss_scale": bool(scale.get("dynamic")),
+            "zero_stage": Made("deepspeed.runtime.zero.config.ZeroStageEnum", (3,)),
+            "loss_scaler": Made(scaler, (), _as_told(scale), new=True),
+            "optimizer_state_dict": {"state": state, "param_groups": groups},
+            "fp32_flat_groups": [
+                self._flat([self._run.tensors[name] for name in sub.names], rank)
+                for sub in self._subs
+            ],
         }
-        content["zero_stage"] = Made("deepspeed.runtime.zero.config.ZeroStageEnum", (3,))
-        content["loss_scaler"] = Made(scaler, (), _as_told(scale), new=True)
-        content["optimizer_state_dict"] = {"state": state, "param_groups": groups}
-        content["fp32_flat_groups"] = flats
         return {"optimizer_state_dict": content}
 
     def _flat(self, lazies: list[Lazy], rank: int) -> Lazy:
@@ -435,17 +382,14 @@ class _Writer:
     def _state(self, sub: _SubGroup, rank: int) -> dict[str, Any]:
         """Of one parameter of DeepSpeed's optimizer: it has one step."""
         states = [self._run.state.get(name, {}) for name in sub.names]
-        described = [self._named.get(name, NamedState()) for name in sub.names]
-        if other := next(
-            (at for at, each in enumerate(described) if each != described[0] or each.whole), None
-        ):
+        described = {name: self._named.get(name, NamedState()) for name in sub.names}
+        first = described[sub.names[0]]
+        if other := [name for name, each in described.items() if each != first or each.whole]:
             raise ValueError(
                 f"DeepSpeed keeps one state for {sub.names[0]} to {sub.names[-1]}, and here that "
-                f"is {described[0]} for {sub.names[0]} and {described[other]} for "
-                f"{sub.names[other]}"
+                f"is {first} for {sub.names[0]} and {described[other[0]]} for {other[0]}"
             )
-        found = {key: states[0][key] for key in described[0].scalars}
-        return found | {
+        return {key: states[0][key] for key in first.scalars} | {
             key: self._flat([as_lazy(state[key]) for state in states], rank)
-            for key in described[0].elements
+            for key in first.elements
         }

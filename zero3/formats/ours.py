@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations, manifest
@@ -19,14 +18,13 @@ from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..checkpoint.safetensors_writing import header_of, write_hashed
 from ..checkpoint.saved_optimizer import OptimizerContents, options_of, sorted_out
-from ..comm.plain_values import decode, decode_scalar, dtype_named, encode, name_of
-from .lazy import Lazy, as_lazy, mapped, small
+from ..comm.plain_values import decode, decode_scalars, dtype_named, encode, name_of
+from .lazy import Lazy, as_lazy, small
 from .run import Holds, Run
 
 __all__: list[str] = []
 
 HOLDS = Holds(nested=False, config=True)
-_CPU = torch.device("cpu")
 _UNNAMED = "optimizer"  # in place of a class that nobody knows
 
 
@@ -56,58 +54,49 @@ class _Checkpoint:
     def run(self) -> Run:
         content = self._content
         self._found.check_values()
+        extra_states = content["extra_states"].items()
         run = Run(
             "zero3",
             {},
-            extra_states={
-                name: self._decoded(value) for name, value in content["extra_states"].items()
-            },
+            extra_states={name: self._decoded(value) for name, value in extra_states},
             extra=self._decoded(content["extra"]),
             config=content["config"],
             ranks=content["world_size"],
         )
         for name, described in content["tensors"].items():
-            shape = tuple(described["shape"])
-            if f"other:0:{name}" in self._stored:
-                run.tensors[name] = self._stored[f"other:0:{name}"]
+            if (buffer := self._stored.get(f"other:0:{name}")) is not None:
+                run.tensors[name] = buffer
                 run.buffers.add(name)
             else:
+                shape = tuple(described["shape"])
                 run.tensors[name] = self._by_ranges("parameter", name, described["dtype"], shape)
             if "also" in described:
                 run.also[name] = described["also"]
-        if content["optimizer"] is not None:
-            run = self._with_optimizer(run, OptimizerContents.from_json(content["optimizer"]))
-        if any(name.startswith("random:") for name in self._stored):
+        kinds = {tuple(name.split(":", 2)[:2]) for name in self._stored}
+        if any(kind == "random" for kind, *_ in kinds):
             run.left_out.append("random generators")
-        if any(
-            name.startswith("other:") and not name.startswith("other:0:") for name in self._stored
-        ):
+        if any(kind == "other" and rank != ["0"] for kind, *rank in kinds):
             run.left_out.append("buffers in which other ranks differ from rank 0")
-        return run
+        if content["optimizer"] is None:
+            return run
+        return self._with_optimizer(run, OptimizerContents.from_json(content["optimizer"]))
 
     def _decoded(self, value: Any) -> Any:
         return decode(value, lambda number: self._stored[f"extra:{number}"])
 
     def _with_optimizer(self, run: Run, contents: OptimizerContents) -> Run:
         groups = [
-            {**{key: decode_scalar(value, _CPU) for key, value in options.items()}, "params": names}
+            {**decode_scalars(options, "cpu"), "params": names}
             for options, names in contents.groups
         ]
         for name, named in contents.state.items():
-            values: dict[str, Any] = {
-                key: decode_scalar(value, _CPU) for key, value in named.scalars.items()
-            }
-            for key, dtype in named.elements.items():
-                values[key] = small(
-                    self._by_ranges(f"state:{key}", name, dtype, run.tensors[name].shape)
-                )
-            for key, (dtype, other) in named.whole.items():
-                values[key] = (
-                    small(self._by_ranges(f"state:{key}", name, dtype, tuple(other)))
-                    if self._ranges.holds(f"state:{key}", name)
-                    else self._stored[f"whole:{key}:{name}"]
-                )
-            run.state[name] = values
+            values = run.state[name] = decode_scalars(named.scalars, "cpu")
+            for key, (dtype, shape) in named.tensors(run.tensors[name].shape).items():
+                kind = f"state:{key}"
+                if key in named.elements or self._ranges.holds(kind, name):
+                    values[key] = small(self._by_ranges(kind, name, dtype, shape))
+                else:
+                    values[key] = self._stored[f"whole:{key}:{name}"]
         return replace(run, classes=contents.kinds, groups=groups)
 
     def _by_ranges(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> Lazy:
@@ -143,10 +132,12 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
         for name, lazy in run.tensors.items()
         if lazy.numel or name in run.buffers
     ]
-    content["extra"] = _encoded(run.extra, "extra", blobs)
+    lazies: list[Lazy] = []  # in what stands beside
+    content["extra"] = _encoded(run.extra, "extra", lazies)
     content["extra_states"] = {
-        name: _encoded(value, name, blobs) for name, value in run.extra_states.items()
+        name: _encoded(value, name, lazies) for name, value in run.extra_states.items()
     }
+    blobs += [_Blob(f"extra:{number}", lazy) for number, lazy in enumerate(lazies)]
     files = {"model": blobs}
     if run.groups is not None:
         content["optimizer"], files["optimizer"] = _optimizer(run)
@@ -169,23 +160,14 @@ def _described(run: Run, name: str) -> dict[str, Any]:
     return described | ({"also": run.also[name]} if name in run.also else {})
 
 
-def _encoded(value: Any, what: str, blobs: list[_Blob]) -> Any:
-    """As JSON has it; tensors go to the end of `blobs`."""
-    lazies: dict[int, Lazy] = {}
+def _encoded(value: Any, what: str, lazies: list[Lazy]) -> Any:
+    """As JSON has it. Tensors are appended to `lazies`, and their numbers stand for them."""
 
-    def stand_in(leaf: Any) -> Any:
-        if not isinstance(leaf, Lazy):
-            return leaf
-        standing = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        lazies[id(standing)] = leaf
-        return standing
+    def put(tensor: Lazy | Tensor) -> int:
+        lazies.append(as_lazy(tensor))
+        return len(lazies) - 1
 
-    def put(tensor: Tensor) -> int:
-        number = sum(blob.name.startswith("extra:") for blob in blobs)
-        blobs.append(_Blob(f"extra:{number}", lazies.get(id(tensor)) or as_lazy(tensor)))
-        return number
-
-    return encode(mapped(value, stand_in), what, put)
+    return encode(value, what, put, Lazy | Tensor)
 
 
 def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Blob]]:
@@ -193,15 +175,12 @@ def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Blob]]:
         (options_of(group, f"param_groups[{number}]"), group["params"])
         for number, group in enumerate(run.groups or ())
     ]
-    shapes = {name: lazy.shape for name, lazy in run.tensors.items()}
-    contents = OptimizerContents(groups, sorted_out(run.state, shapes, Tensor | Lazy), run.classes)
+    state = sorted_out(run.state, run.shapes, Tensor | Lazy)
+    contents = OptimizerContents(groups, state, run.classes)
     blobs = []
-    for name, named in contents.state.items():
-        lazies = {
-            key: as_lazy(value)
-            for key, value in run.state[name].items()
-            if key not in named.scalars
-        }
+    for name, named in state.items():
+        found = run.state[name]
+        lazies = {key: as_lazy(found[key]) for key in (*named.elements, *named.whole)}
         blobs += [
             _Blob(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True)
             for key in named.elements

@@ -10,30 +10,29 @@ from __future__ import annotations
 
 import pickletools
 import struct
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 __all__: list[str] = []
 
-_CONSTANTS = (
-    "INT", "LONG", "LONG1", "LONG4", "BININT", "BININT1", "BININT2", "FLOAT", "BINFLOAT", "STRING",
-    "BINSTRING", "SHORT_BINSTRING",
-    "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES",
-    "BINBYTES8", "BYTEARRAY8",
-)  # fmt: skip
 _PLAIN = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
-_NEW = MappingProxyType(
-    {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
+
+
+def _dict(items: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+_NEW: Mapping[str, Callable[[list[Any]], Any]] = MappingProxyType(
+    {"LIST": list, "TUPLE": tuple, "SET": set, "FROZENSET": frozenset, "DICT": _dict}
 )
-_LENGTHS = MappingProxyType({"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3})
-_CONTAINERS = (
-    "LIST", "TUPLE", "DICT", "FROZENSET", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS",
-    "POP", "POP_MARK", "DUP",
-)  # fmt: skip
-_WITHOUT_EFFECT = ("PROTO", "FRAME")
+_FILLED = MappingProxyType({"APPEND": list, "SETITEM": dict, "ADDITEM": set})
+# how each is opened and closed, in what is written
+_MARKS: Mapping[type, tuple[bytes, bytes]] = MappingProxyType(
+    {list: (b"](", b"e"), tuple: (b"(", b"t"), dict: (b"}(", b"u")}
+)
 
 
 @dataclass(frozen=True)
@@ -65,128 +64,92 @@ def read(text: bytes, what: str, make: Make, storage: Callable[[Any], Any] | Non
     """
     machine = _Machine(make, storage)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escape sequences that Python does not know
-            for operation, argument, _ in pickletools.genops(text):
-                if operation.name == "STOP":
-                    (value,) = machine.stack
-                    return value
-                machine.take(operation.name, argument)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        UnicodeDecodeError,
-    ) as error:
+        for operation, argument, _ in pickletools.genops(text):
+            machine.take(operation, argument)
+        (value,) = machine.stack
+        return value
+    except Exception as error:  # whatever comes of a damaged one, and of what it says
         raise ValueError(
             f"{what} is no pickle that can be read: {type(error).__name__}: {error}"
         ) from None
-    raise ValueError(f"{what} is no pickle that can be read: it has no end")
 
 
 class _Machine:
     def __init__(self, make: Make, storage: Callable[[Any], Any] | None) -> None:
-        self.stack: list[Any] = []
-        self._marks: list[int] = []
+        self.stack: list[Any] = []  # since the last mark
+        self._below: list[list[Any]] = []  # since each mark before
         self._memo: dict[int, Any] = {}
         self._make = make
         self._storage = storage
 
-    def take(self, name: str, argument: Any) -> None:
-        if name in _CONSTANTS:
-            self.stack.append(argument)
-        elif name in _PLAIN:
-            self.stack.append(_PLAIN[name])
-        elif name in _NEW:
-            self.stack.append(_NEW[name]())
-        elif name in _LENGTHS:
-            self.stack.append(tuple(self._pop(_LENGTHS[name])))
+    def take(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
+        name, after = operation.name, operation.stack_after
+        if operation.arg is not None and after and after[0] is not pickletools.anyobject:
+            self.stack.append(argument)  # a number, text or bytes
         elif name == "MARK":
-            self._marks.append(len(self.stack))
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self._below.append(self.stack)
+            self.stack = []
+        elif name == "MEMOIZE" or "PUT" in name:
             self._memo[len(self._memo) if argument is None else argument] = self.stack[-1]
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            self.stack.append(self._memo[argument])
-        elif name not in _WITHOUT_EFFECT:
-            (self._container if name in _CONTAINERS else self._object)(name, argument)
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            taken = self._taken(operation.stack_before)
+            if after:
+                self.stack.append(self._made(name, argument, taken))
 
-    def _pop(self, count: int) -> list[Any]:
-        if len(self.stack) < count:
+    def _taken(self, kinds: list[pickletools.StackObject]) -> list[Any]:
+        """What an operation takes from the stack, as `pickletools` tells."""
+        values: list[Any] = []
+        if pickletools.markobject in kinds:
+            values, self.stack = self.stack, self._below.pop()
+            kinds = kinds[: kinds.index(pickletools.markobject)]
+        if len(self.stack) < len(kinds):
             raise IndexError("the stack is empty")
-        values = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
+        first = len(self.stack) - len(kinds)
+        values = self.stack[first:] + values
+        del self.stack[first:]
         return values
 
-    def _since_mark(self) -> list[Any]:
-        return self._pop(len(self.stack) - self._marks.pop())
-
-    def _container(self, name: str, _: Any) -> None:
-        if name in ("LIST", "TUPLE", "FROZENSET"):
-            items = self._since_mark()
-            self.stack.append(
-                items if name == "LIST" else tuple(items) if name == "TUPLE" else frozenset(items)
-            )
-        elif name == "DICT":
-            items = self._since_mark()
-            self.stack.append(dict(zip(items[::2], items[1::2], strict=True)))
-        elif name in ("APPEND", "APPENDS"):
-            items = self._pop(1) if name == "APPEND" else self._since_mark()
-            self._filled(list).extend(items)
-        elif name in ("SETITEM", "SETITEMS"):
-            items = self._pop(2) if name == "SETITEM" else self._since_mark()
-            self._filled(dict).update(zip(items[::2], items[1::2], strict=True))
-        elif name == "ADDITEMS":
-            items = self._since_mark()
-            self._filled(set).update(items)
-        elif name == "DUP":
-            self.stack.append(self.stack[-1])
-        elif name == "POP":
-            self._pop(1)
-        else:
-            self._since_mark()
-
-    def _filled(self, kind: type) -> Any:
-        """What is on top, if it may be filled like this. (A subclass of list or dict that nobody
-        knows can't be.)
-        """
-        if not isinstance(self.stack[-1], kind):
-            raise TypeError(f"{self.stack[-1]!r:.80} is filled like a {kind.__name__}")
-        return self.stack[-1]
-
-    def _object(self, name: str, argument: Any) -> None:
-        if name == "GLOBAL":
-            # as Python 2 said
-            self.stack.append(
-                Global(argument.replace(" ", ".", 1).replace("__builtin__.", "builtins."))
-            )
-        elif name == "STACK_GLOBAL":
-            self.stack.append(Global(".".join(self._pop(2))))
-        elif name in ("REDUCE", "NEWOBJ"):
-            called, arguments = self._pop(2)
-            self.stack.append(self._call(called, arguments))
-        elif name == "NEWOBJ_EX":
-            called, arguments, keywords = self._pop(3)
-            self.stack.append(self._call(called, (*arguments, keywords)))
-        elif name == "BUILD":
-            (state,) = self._pop(1)
-            if isinstance(self.stack[-1], Made):
-                self.stack[-1].state = state
-        elif name == "BINPERSID" and self._storage is not None:
-            self.stack.append(self._storage(*self._pop(1)))
-        else:
-            raise ValueError(f"the operation {name}")
+    def _made(self, name: str, argument: Any, taken: list[Any]) -> Any:
+        """What comes to the stack in place of what was taken."""
+        if name in _PLAIN:
+            return _PLAIN[name]
+        if (kind := name.removeprefix("EMPTY_").rstrip("123S")) in _NEW:
+            return _NEW[kind](taken)
+        if kind in _FILLED:
+            return _filled(_FILLED[kind], *taken)
+        match name, taken:
+            case ("GET" | "BINGET" | "LONG_BINGET", _):
+                return self._memo[argument]
+            case ("GLOBAL", _):  # as Python 2 said
+                return Global(argument.replace(" ", ".", 1).replace("__builtin__.", "builtins."))
+            case ("STACK_GLOBAL", [module, inner]):
+                return Global(f"{module}.{inner}")
+            case ("REDUCE" | "NEWOBJ", [called, arguments]):
+                return self._call(called, arguments)
+            case ("NEWOBJ_EX", [called, arguments, keywords]):
+                return self._call(called, (*arguments, keywords))
+            case ("BUILD", [found, state]):
+                if isinstance(found, Made):
+                    found.state = state
+                return found
+            case ("BINPERSID", [identifier]) if self._storage is not None:
+                return self._storage(identifier)
+        raise ValueError(f"the operation {name}")
 
     def _call(self, called: Any, arguments: Any) -> Any:
         if not isinstance(called, Global | Made) or not isinstance(arguments, tuple):
             raise TypeError(f"{called!r:.80} is called")
-        return (
-            self._make(called.name, arguments)
-            if isinstance(called, Global)
-            else Made(f"{called.name}()", arguments)
-        )
+        if isinstance(called, Global):
+            return self._make(called.name, arguments)
+        return Made(f"{called.name}()", arguments)
+
+
+def _filled(kind: type, found: Any, *items: Any) -> Any:
+    """`found` with more in it. (A subclass of list or dict that nobody knows can't be filled.)"""
+    if not issubclass(type(found), kind):
+        raise TypeError(f"{found!r:.80} is filled like a {kind.__name__}")
+    (found.extend if kind is list else found.update)(_dict(items) if kind is dict else items)
+    return found
 
 
 def write(value: Any, tensor: Callable[[Any], Made | None]) -> bytes:
@@ -201,11 +164,11 @@ def write(value: Any, tensor: Callable[[Any], Made | None]) -> bytes:
     return bytes(out + b".")
 
 
+@dataclass(frozen=True)
 class Persistent:
     """In what is written: the persistent id of a storage."""
 
-    def __init__(self, identifier: tuple[Any, ...]) -> None:
-        self.identifier = identifier
+    identifier: tuple[Any, ...]
 
 
 def _write(value: Any, tensor: Callable[[Any], Made | None], out: bytearray) -> None:
@@ -219,19 +182,10 @@ def _write(value: Any, tensor: Callable[[Any], Made | None], out: bytearray) -> 
     elif type(value) is str:
         text = value.encode("utf-8", "surrogatepass")
         out += b"X" + struct.pack("<I", len(text)) + text
-    elif type(value) in (list, tuple, dict):
-        items = (
-            value if type(value) is not dict else (each for item in value.items() for each in item)
-        )
-        opened, closed = (
-            (b"](", b"e")
-            if type(value) is list
-            else (b"(", b"t")
-            if type(value) is tuple
-            else (b"}(", b"u")
-        )
+    elif type(value) in _MARKS:
+        opened, closed = _MARKS[type(value)]
         out += opened
-        for item in items:
+        for item in chain.from_iterable(value.items()) if type(value) is dict else value:
             _write(item, tensor, out)
         out += closed
     elif isinstance(value, Global):
@@ -241,15 +195,11 @@ def _write(value: Any, tensor: Callable[[Any], Made | None], out: bytearray) -> 
         _write(value.identifier, tensor, out)
         out += b"Q"
     elif (made := value if isinstance(value, Made) else tensor(value)) is not None:
-        _write_made(made, tensor, out)
+        _write(Global(made.name), tensor, out)
+        _write(made.arguments, tensor, out)
+        out += b"\x81" if made.new else b"R"
+        if made.state is not None:
+            _write(made.state, tensor, out)
+            out += b"b"
     else:
         raise TypeError(f"a {type(value).__qualname__} could only be pickled by its own class")
-
-
-def _write_made(made: Made, tensor: Callable[[Any], Made | None], out: bytearray) -> None:
-    _write(Global(made.name), tensor, out)
-    _write(made.arguments, tensor, out)
-    out += b"\x81" if made.new else b"R"
-    if made.state is not None:
-        _write(made.state, tensor, out)
-        out += b"b"

@@ -4,6 +4,7 @@ another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,10 @@ class Run:
             yield from (value for value in values.values() if isinstance(value, Lazy))
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: lazy.shape for name, lazy in self.tensors.items()}
+
+    @property
     def nbytes(self) -> int:
         return sum(lazy.nbytes for lazy in self.lazies())
 
@@ -75,11 +80,10 @@ class Run:
                 "the optimizer has parameters that the model has not: "
                 f"{', '.join(map(str, unknown[:6]))}"
             )
-        if len(listed) != len(set(listed)):
-            raise ValueError(
-                f"param_groups name {next(name for name in listed if listed.count(name) > 1)} twice"
-            )
-        if missing := [name for name in self.state if name not in set(listed)]:
+        counts = Counter(listed)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"param_groups name {twice[0]} twice")
+        if missing := [name for name in self.state if name not in counts]:
             raise ValueError(
                 f"there is state of parameters that are in no group: {', '.join(missing[:6])}"
             )
@@ -97,24 +101,16 @@ class Run:
         self.extra_states = _kept(self.extra_states, "extra_states", self.left_out)
         self.groups = _kept(self.groups, "param_groups", self.left_out, number)
         for name, values in self.state.items():
-            found = {
-                key: _kept(
-                    value,
-                    f"state[{name!r}][{key!r}]",
-                    self.left_out,
-                    None if isinstance(value, Lazy) else number,
-                )
-                for key, value in values.items()
-            }
+            found = {}
+            for key, value in values.items():
+                fits = None if isinstance(value, Lazy) else number
+                found[key] = _kept(value, f"state[{name!r}][{key!r}]", self.left_out, fits)
             self.state[name] = {key: value for key, value in found.items() if value is not _NOTHING}
         if self.config is not None and not holds.config:
             self.left_out.append("config (of the Hugging Face model)")
         for at, group in enumerate(self.groups or ()) if not holds.empty else ():
-            for name in [
-                name
-                for name in group["params"]
-                if name in self.tensors and not self.tensors[name].numel
-            ]:
+            empty = {name for name, lazy in self.tensors.items() if not lazy.numel}
+            for name in [name for name in group["params"] if name in empty]:
                 self.left_out.append(f"{name} of param_groups[{at}] (a parameter without elements)")
                 group["params"].remove(name)
                 self.state.pop(name, None)

@@ -6,25 +6,27 @@ archive/data/0, 1, ...   the storages, uncompressed
 
 `torch.load(weights_only=True)` holds the whole file. With `mmap=True` (torch 2.13) it reads past
 the end of a storage that is shorter than the pickle says, and takes compressed bytes for values,
-both in silence; every page that was read counts as this process's memory. And it refuses
-DeepSpeed's files, for their names of classes.
+both in silence; every page that was read counts as this process's memory. It wants a path, and
+torch.distributed.checkpoint has many of these files in one. And it refuses all of a file in which
+it finds a name of somebody's class, as each of DeepSpeed's has.
 """
 
 from __future__ import annotations
 
-import math
 import os
+import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import FileIO, RawIOBase
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations
-from ..checkpoint.safetensors_files import bytes_of, read_bytes
+from ..checkpoint.safetensors_files import DTYPES, bytes_of, fill, read_bytes
 from ..comm.plain_values import dtype_named
 from . import pickled
 from .lazy import Lazy, as_lazy
@@ -34,9 +36,16 @@ __all__: list[str] = []
 
 _ALIGNMENT = 64  # of a storage in the file, so that it can be mapped
 _HEADER = 30  # bytes of a zip's local header before the name
-_OLD_STORAGES = (
-    "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 "
-    "Short:int16 Char:int8 Byte:uint8 Bool:bool ComplexFloat:complex64 ComplexDouble:complex128"
+# by the names that files have for storages: `Float`, `BFloat16`
+_STORAGES = MappingProxyType(
+    {
+        torch.empty(0, dtype=each).type()[len("torch.") : -len("Tensor")]: each
+        for each in (*dict(DTYPES).values(), torch.complex128)
+    }
+)
+_PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"builtins.dict": dict, "builtins.set": set, "torch.Size": tuple}
+    | {"collections.Counter": Counter, "collections.OrderedDict": dict}
 )
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
@@ -52,16 +61,8 @@ class _Window(RawIOBase):
     def __init__(self, file: FileIO, offset: int, length: int = 0) -> None:
         self._file, self._offset, self.length, self._at = file, offset, length, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = (
-            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
-        )
+        self._at = offset + (0, self._at, self.length)[whence]
         return self._at
 
     def tell(self) -> int:
@@ -102,24 +103,16 @@ class TorchFile:
                 self._records = {
                     info.filename.partition("/")[2]: info for info in archive.infolist()
                 }
-                order = (
-                    archive.read(self._records["byteorder"])
-                    if "byteorder" in self._records
-                    else b"little"
-                )
+                order = b"little"
+                if (info := self._records.get("byteorder")) is not None:
+                    order = archive.read(info)
                 text = archive.read(self._records["data.pkl"])
-        except (
-            zipfile.BadZipFile,
-            zipfile.LargeZipFile,
-            KeyError,
-            EOFError,
-            NotImplementedError,
-            RuntimeError,
-        ) as error:
-            remedy = "expected what torch.save writes since torch 1.6"
+        except OSError:
+            raise
+        except Exception as error:
             raise ValueError(
                 f"{what} is no file of torch's, or is cut off: {type(error).__name__}: {error}; "
-                f"{remedy}"
+                "expected what torch.save writes since torch 1.6"
             ) from None
         if order != b"little":
             raise ValueError(
@@ -127,7 +120,7 @@ class TorchFile:
             )
         self._positions: dict[str, int] = {}
         self._tensors: dict[tuple[Any, ...], Lazy] = {}
-        self._in_memory: list[tuple[Lazy, Tensor]] = []  # the last of those that `_in_order` reads
+        self._in_memory: tuple[Lazy, Tensor] | None = None  # the last that `_in_order` has read
         self.value = pickled.read(text, what, self._make, self._storage)
 
     def _storage(self, identifier: Any) -> _Storage:
@@ -135,33 +128,22 @@ class TorchFile:
         if kind != "storage" or not isinstance(storage, Global) or not isinstance(key, str):
             raise ValueError(f"the persistent id {identifier!r:.80}")
         name = storage.name.rpartition(".")[2].removesuffix("Storage")
-        old = dict(pair.split(":") for pair in _OLD_STORAGES.split())
-        return _Storage(f"data/{key}", torch.uint8 if name == "Untyped" else dtype_named(old[name]))
+        return _Storage(f"data/{key}", torch.uint8 if name == "Untyped" else _STORAGES[name])
 
     def _make(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """The few names that are understood."""
-        if name in (
-            "torch._utils._rebuild_tensor_v2",
-            "torch._utils._rebuild_tensor_v3",
-            "torch._utils._rebuild_tensor",
-        ):
-            storage, offset, shape, strides, *more = arguments
-            dtype = (
-                dtype_named(more[2].name.removeprefix("torch."))
-                if name.endswith("v3")
-                else storage.dtype
-            )
-            return self._tensor(storage.record, dtype, offset, tuple(shape), tuple(strides))
-        if name in (
-            "torch._utils._rebuild_parameter",
-            "torch._utils._rebuild_parameter_with_state",
-        ):
+        if name.startswith("torch._utils._rebuild_parameter"):  # also one `_with_state`
             return arguments[0]
+        if name.startswith("torch._utils._rebuild_tensor"):
+            storage, offset, shape, strides, *more = arguments
+            dtype = dtype_of(more[2]) if name.endswith("_v3") else storage.dtype
+            place = storage.record, dtype, offset, tuple(shape), tuple(strides)
+            if place not in self._tensors:
+                self._tensors[place] = self._tensor(*place)
+            return self._tensors[place]
         # one that has attributes
         if name == "torch._tensor._rebuild_from_type_v2" and arguments[1].name in _PLAIN_TYPES:
             return self._make(arguments[0].name, arguments[2])
-        if name == "torch.Size":
-            return tuple(*arguments)
         return plain(name, arguments)
 
     def _tensor(
@@ -172,42 +154,21 @@ class TorchFile:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
     ) -> Lazy:
-        place = record, dtype, offset, shape, strides
-        if place not in self._tensors:
-            if not all(
-                type(number) is int and number >= 0 for number in (offset, *shape, *strides)
-            ) or len(shape) != len(strides):
-                raise ValueError(
-                    f"a tensor of shape {shape!r:.80} and strides {strides!r:.80} from element "
-                    f"{offset!r:.20} on"
-                )
-            span = (
-                sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
-                if 0 not in shape
-                else 0
-            )
-            if (info := self._records.get(record)) is None or (
-                offset + span
-            ) * dtype.itemsize > info.file_size:
-                raise ValueError(
-                    f"a tensor of shape {shape} lies beyond {record}, or that is missing"
-                )
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{record} is compressed")
-            whole = Lazy(
-                dtype,
-                shape,
-                lambda start, into: self._read(record, (offset + start) * dtype.itemsize, into),
-            )
-            dense = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-            in_order = all(
-                size == 1 or own == expected
-                for size, own, expected in zip(shape, strides, dense, strict=True)
-            )
-            self._tensors[place] = (
-                whole if in_order or not span else self._in_order(whole, span, strides)
-            )
-        return self._tensors[place]
+        # torch refuses what can't be a shape, and tells in which order elements lie
+        likeness = torch.empty_strided(shape, strides, device="meta")
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        span, info = last + 1 if likeness.numel() else 0, self._records.get(record)
+        end = (offset + span) * dtype.itemsize
+        if info is None or min(0, offset, *strides) < 0 or end > info.file_size:
+            raise ValueError(f"a tensor of shape {shape} lies beyond {record}, or that is missing")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{record} is compressed")
+        whole = Lazy(
+            dtype,
+            shape,
+            lambda start, into: self._read(record, (offset + start) * dtype.itemsize, into),
+        )
+        return whole if likeness.is_contiguous() else self._in_order(whole, span, strides)
 
     def _in_order(self, stored: Lazy, span: int, strides: tuple[int, ...]) -> Lazy:
         """A tensor that does not lie in the order of its elements (transposed, expanded): it is
@@ -215,44 +176,36 @@ class TorchFile:
         """
 
         def read(start: int, into: Tensor) -> None:
-            if not self._in_memory or self._in_memory[0][0] is not stored:
-                self._in_memory.clear()
+            if self._in_memory is None or self._in_memory[0] is not stored:
+                self._in_memory = None  # before there is another
                 memory = torch.empty(span, dtype=stored.dtype)
                 stored.read(0, memory)
-                flat = memory.as_strided(stored.shape, strides).reshape(-1)
-                self._in_memory.append((stored, flat))
-            into.copy_(self._in_memory[0][1][start : start + into.numel()])
+                self._in_memory = stored, memory.as_strided(stored.shape, strides).reshape(-1)
+            into.copy_(self._in_memory[1][start : start + into.numel()])
             if start + into.numel() == stored.numel:
-                self._in_memory.clear()
+                self._in_memory = None
 
         return Lazy(stored.dtype, stored.shape, read)
 
     def _read(self, record: str, start: int, into: Tensor) -> None:
         if record not in self._positions:
-            header = bytearray(_HEADER)
-            begin = self._offset + self._records[record].header_offset
-            read_bytes(self._file, begin, memoryview(header))
-            lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(
-                header[28:30], "little"
-            )
-            self._positions[record] = begin + _HEADER + lengths
-        view, offset = bytes_of(into), self._positions[record] + start
-        while view:
-            if not (count := read_bytes(self._file, offset, view)):
-                raise ValueError(f"{self._what} ended within {record}: it is cut off")
-            view, offset = view[count:], offset + count
+            begin, header = self._offset + self._records[record].header_offset, bytearray(_HEADER)
+            fill(self._file, begin, memoryview(header))
+            self._positions[record] = begin + _HEADER + sum(struct.unpack("<HH", header[26:30]))
+        if fill(self._file, self._positions[record] + start, bytes_of(into)) < into.nbytes:
+            raise ValueError(f"{self._what} ended within {record}: it is cut off")
+
+
+def dtype_of(named: Global) -> torch.dtype:
+    return dtype_named(named.name.removeprefix("torch."))
 
 
 def plain(name: str, arguments: tuple[Any, ...]) -> Any:
     """What checkpoints of any system hold beside tensors."""
-    if name == "collections.OrderedDict" or name == "builtins.dict":
-        return dict(*arguments)
+    if name in _PLAIN:
+        return _PLAIN[name](*arguments)
     if name == "collections.defaultdict":
         return dict(*arguments[1:])
-    if name == "collections.Counter":
-        return Counter(*arguments)
-    if name == "builtins.set":
-        return set(*arguments)
     # as old protocols write bytes
     if name == "_codecs.encode" and arguments[1:] == ("latin1",) and isinstance(arguments[0], str):
         return arguments[0].encode("latin1")
@@ -276,15 +229,11 @@ def write(file: FileIO, offset: int, value: Any, advance: Callable[[int], object
             return None
         lazy = as_lazy(found)
         key, _ = storages.setdefault(id(found), (str(len(storages)), lazy))
-        strides = tuple(math.prod(lazy.shape[at + 1 :]) for at in range(len(lazy.shape)))
-        storage = Persistent(
-            ("storage", Global("torch.storage.UntypedStorage"), key, "cpu", lazy.nbytes)
-        )
-        hooks = Made("collections.OrderedDict")
-        return Made(
-            "torch._utils._rebuild_tensor_v3",
-            (storage, 0, lazy.shape, strides, False, hooks, Global(str(lazy.dtype))),
-        )
+        kind, hooks = Global("torch.storage.UntypedStorage"), Made("collections.OrderedDict")
+        storage = Persistent(("storage", kind, key, "cpu", lazy.nbytes))
+        strides = torch.empty(lazy.shape, device="meta").stride()
+        arguments = storage, 0, lazy.shape, strides, False, hooks, Global(str(lazy.dtype))
+        return Made("torch._utils._rebuild_tensor_v3", arguments)
 
     text = pickled.write(value, tensor)
     window = _Window(file, offset)

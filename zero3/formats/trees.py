@@ -5,7 +5,7 @@ torch.distributed.checkpoint hold it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,14 +35,13 @@ def tree_of(run: Run) -> dict[str, Any]:
     tree: dict[str, Any] = {"model": model | run.extra_states}
     if run.groups is not None:
         tree["optimizer"] = {"state": run.state, "param_groups": run.groups}
-    names = set(run.extra) if isinstance(run.extra, dict) else set()
-    if (
-        names
-        and not names & {*_MODEL, *_OPTIMIZER, _EXTRA}
-        and all(isinstance(name, str) for name in names)
-    ):
+    if run.extra is None:
+        return tree
+    names = [*run.extra] if isinstance(run.extra, dict) else []
+    taken = {*_MODEL, *_OPTIMIZER, _EXTRA}
+    if names and all(isinstance(name, str) and name not in taken for name in names):
         return {**tree, **run.extra}
-    return tree | ({_EXTRA: run.extra} if run.extra is not None else {})
+    return tree | {_EXTRA: run.extra}
 
 
 def run_of(tree: Any, kind: str, what: str) -> Run:
@@ -62,7 +61,7 @@ def run_of(tree: Any, kind: str, what: str) -> Run:
         raise ValueError(
             f"{what} holds a {kind_of(level)}, expected a dict with a state dict in 'model'"
         )
-    key = next((key for key in _MODEL if isinstance(level.get(key), dict)), None)
+    key = _first(_MODEL, level)
     bare = key is None and any(isinstance(value, Lazy) for value in level.values())
     if key is None and not bare:
         raise ValueError(
@@ -71,11 +70,13 @@ def run_of(tree: Any, kind: str, what: str) -> Run:
         )
     run = _model(level if key is None else level[key], kind, what)
     rest = {} if bare else {other: value for other, value in level.items() if other != key}
-    if (
-        key := next((key for key in _OPTIMIZER if isinstance(rest.get(key), dict)), None)
-    ) is not None:
+    if (key := _first(_OPTIMIZER, rest)) is not None:
         run = _with_optimizer(run, rest.pop(key), what)
     return replace(run, extra=None if not rest else rest[_EXTRA] if {*rest} == {_EXTRA} else rest)
+
+
+def _first(names: Sequence[str], found: Mapping[Any, Any]) -> str | None:
+    return next((name for name in names if isinstance(found.get(name), dict)), None)
 
 
 def _model(found: Mapping[Any, Any], kind: str, what: str) -> Run:
@@ -116,30 +117,24 @@ def _with_optimizer(run: Run, found: Mapping[str, Any], what: str) -> Run:
     names: dict[str, str] = {}
     named: list[dict[str, Any]] = []
     for group in groups:
-        listed = list(group.get("params", ()))
+        options = dict(group)
+        listed, known = list(options.pop("params", ())), options.pop("param_names", ())
         if not all(isinstance(name, str) for name in listed):
-            if len(group.get("param_names", ())) != len(listed):
+            if len(known) != len(listed):
                 raise ValueError(
                     f"{what}: the optimizer's state is by numbers, and nothing says which "
                     f"parameter is which: {_NAMED}"
                 )
-            names |= {
-                str(number): own_name(name)
-                for number, name in zip(listed, group["param_names"], strict=True)
-            }
-            listed = group["param_names"]
-        options = {
-            key: value for key, value in group.items() if key not in ("params", "param_names")
-        }
+            names |= {str(number): own_name(known[at]) for at, number in enumerate(listed)}
+            listed = known
         named.append(mapped(options, small) | {"params": [own_name(name) for name in listed]})
+    by_name = {names.get(str(key), own_name(str(key))): values for key, values in state.items()}
     return replace(
         run,
         groups=named,
         state={
-            names.get(str(key), own_name(str(key))): {
-                each: small(value) for each, value in values.items()
-            }
-            for key, values in state.items()
+            name: {key: small(value) for key, value in values.items()}
+            for name, values in by_name.items()
         },
         left_out=[
             f"{key!r} of the optimizer (neither state nor groups)"
@@ -164,11 +159,7 @@ def _unflattened(run: Run, found: Mapping[str, Any], what: str) -> dict[str, Any
             )
         (state if kind == "state" else options).setdefault(name, {})[last] = small(value)
     alike: dict[str, dict[str, Any]] = {}
-    for name in [name for name in run.tensors if name in options] + [
-        name for name in options if name not in run.tensors
-    ]:
-        group = alike.setdefault(
-            json.dumps(options[name], sort_keys=True, default=repr), {**options[name], "params": []}
-        )
-        group["params"].append(name)
+    for name in (name for name in run.tensors | options if name in options):  # the model's order
+        text = json.dumps(options[name], sort_keys=True, default=repr)
+        alike.setdefault(text, {**options[name], "params": []})["params"].append(name)
     return {"state": state, "param_groups": list(alike.values())}

@@ -72,41 +72,31 @@ def fit_adapter(model: nn.Module, adapter: str, place: Path, stored: dict[str, A
     outputs = {output.name: output for output in outputs_of_adapter(model, adapter, contents, None)}
     problems = names_apart(outputs, stored)
     both = [(output, stored[name]) for name, output in outputs.items() if name in stored]
-    shapes = [
-        f"{output.name} has {file.shape}, expected {output.shape}"
-        for output, file in both
-        if file.shape != output.shape
-    ]
-    kinds = [
-        f"{output.name} is {file.dtype}"
-        for output, file in both
-        if kind_of(file.dtype) != kind_of(output.dtype)
-    ]
-    computed = [
-        (
-            f"{output.name} was computed by a prompt encoder, and training goes on from "
-            "zero3.save_checkpoint"
-        )
-        for output, _ in both
-        if isinstance(output.index_map, Computed)
-    ]
-    options = _other_options(model, adapter, place)
-    problems += listed(
-        {
-            "other shapes": shapes,
-            "other kinds": kinds,
-            "other options": options,
-            "not the trained values": computed,
-        }
-    )
+    apart: dict[str, list[str]] = {
+        "other shapes": [],
+        "other kinds": [],
+        "other options": _other_options(model, adapter, place),
+        "not the trained values": [],
+    }
+    for output, file in both:
+        name = output.name
+        if file.shape != output.shape:
+            apart["other shapes"].append(f"{name} has {file.shape}, expected {output.shape}")
+        if kind_of(file.dtype) != kind_of(output.dtype):
+            apart["other kinds"].append(f"{name} is {file.dtype}")
+        if isinstance(output.index_map, Computed):
+            apart["not the trained values"].append(
+                f"{name} was computed by a prompt encoder, and training goes on from "
+                "zero3.save_checkpoint"
+            )
+    problems += listed(apart)
     if problems:
         raise ValueError(
             f"{place} does not fit the adapter {adapter!r} of this model; nothing was loaded. "
             f"{'. '.join(problems)}"
         )
-    by_name = {
-        name: contents.parameters[name].sites.parameter for name in contents.parameters
-    } | contents.others
+    parameters = {name: each.sites.parameter for name, each in contents.parameters.items()}
+    by_name = parameters | contents.others
     fit = Fit(model, {}, {})
     for output, file in both:
         tensor = by_name[output.index_map.sources[0]]

@@ -24,9 +24,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 class Unwrapped:
-    """A view of a model for transformers' conversions: names without torch's wrappers, and
-    parameters that may be released.
-    """
+    """A model as conversions see it: without torch's wrappers, with released parameters."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         self._model = model
@@ -73,21 +71,11 @@ class Conversions:
                 ignored.append(r"(^|\.)position_ids$")
         self._ignored = [re.compile(pattern) for pattern in ignored]
         if is_of_transformers(model):
-            self._follow_transformers()
-
-    def _follow_transformers(self) -> None:
-        try:
-            conversion_mapping = importlib.import_module("transformers.conversion_mapping")
-            self._loading = importlib.import_module("transformers.core_model_loading")
-        except ImportError:  # before transformers 5 files and models had the same names
-            return
-        self._transforms = conversion_mapping.get_model_conversion_mapping(self._model)
-        self._renamings = [
-            t for t in self._transforms if isinstance(t, self._loading.WeightRenaming)
-        ]
-        self._converters = [
-            t for t in self._transforms if isinstance(t, self._loading.WeightConverter)
-        ]
+            mapping = importlib.import_module("transformers.conversion_mapping")
+            self._loading = own = importlib.import_module("transformers.core_model_loading")
+            self._transforms = mapping.get_model_conversion_mapping(self._model)
+            self._renamings = [t for t in self._transforms if isinstance(t, own.WeightRenaming)]
+            self._converters = [t for t in self._transforms if isinstance(t, own.WeightConverter)]
 
     def __call__(self, key: str) -> tuple[str, Any, str]:
         """Returns the name in the model, or the key if none fits; the tensor's converter, or None;
@@ -100,18 +88,9 @@ class Conversions:
             )
             name = self._with_prefix(renamed)
             if name in self._expected or self._with_prefix(key) not in self._expected:
-                return name, self._converter_of(pattern), pattern or ""
+                fit = (c for c in reversed(self._converters) if pattern in c.source_patterns)
+                return name, next(fit, None), pattern or ""
         return self._with_prefix(key), None, ""
-
-    def _converter_of(self, pattern: str | None) -> Any:
-        return next(
-            (
-                converter
-                for converter in reversed(self._converters)
-                if pattern in converter.source_patterns
-            ),
-            None,
-        )
 
     def convert(
         self, converter: Any, name: str, collected: Mapping[str, Sequence[Tensor]]
@@ -161,10 +140,7 @@ def reverted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any] | N
     """
     if not is_of_transformers(model):
         return None
-    try:
-        loading = importlib.import_module("transformers.core_model_loading")
-    except ImportError:  # before transformers 5
-        return None
+    loading = importlib.import_module("transformers.core_model_loading")
     made = loading.revert_weight_conversion(Unwrapped(model, tensors), dict(tensors))
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 

@@ -25,9 +25,7 @@ LONG_EXTENT = 1 << 10
 
 
 class Extent(NamedTuple, Generic[Key]):
-    """Elements `[start, start + length)` of the flattened tensor are elements `[at, at + length)`
-    of `source`.
-    """
+    """Elements `[start, start + length)`, flattened, are `[at, at + length)` of `source`."""
 
     start: int
     source: Key
@@ -66,9 +64,7 @@ class IndexMap(Generic[Key]):
         return self.grain >= min(LONG_EXTENT, self.numel)
 
     def extents(self, start: int, stop: int) -> Iterator[Extent[Key]]:
-        """Yields the extents that make up elements `[start, stop)`, in order. Neighbours are
-        one.
-        """
+        """Yields the extents that make up elements `[start, stop)`. Neighbours are one."""
         first, last = start // self.grain, -(-stop // self.grain)
         for low in range(first, last, _AT_ONCE):
             begins = torch.arange(low, min(low + _AT_ONCE, last), dtype=torch.int64) * self.grain
@@ -135,9 +131,7 @@ class Whole(IndexMap[Key]):
 
 
 class Computed(IndexMap[str]):
-    """No map: peft computes the tensor anew when it saves it, from all values of the adapter's
-    prompt encoder.
-    """
+    """No map: peft computes the tensor anew from all values of the adapter's prompt encoder."""
 
     def __init__(self, shape: Sequence[int], sources: Sequence[str]) -> None:
         super().__init__(shape, sources, 1)

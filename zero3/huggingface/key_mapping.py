@@ -39,9 +39,7 @@ _PROBLEMS = (
 
 @dataclass
 class Fit:
-    """The match. Keys are ids of the model's tensors. A tied tensor is one tensor with several
-    names.
-    """
+    """The match, by ids of the model's tensors. A tied tensor is one, with several names."""
 
     owner: nn.Module  # the model that the files belong to; for a peft model, its base
     names: dict[int, list[str]]
@@ -137,9 +135,7 @@ def without_adapters(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]
 
 
 class _Fitting:
-    """Takes the stored tensors one by one. Tensors that are made from several stored ones follow at
-    the end.
-    """
+    """Takes stored tensors one by one. Those that are made from several follow at the end."""
 
     def __init__(
         self, model: nn.Module, tensors: Mapping[str, Tensor], extra: Mapping[str, nn.Module]
@@ -186,27 +182,17 @@ class _Fitting:
             except Untraceable as reason:
                 done = ", ".join(type(operation).__name__ for operation in converter.operations)
                 remedy = "use from_pretrained on rank 0, and meta on the others"
-                self._fail(
-                    targets,
-                    "not to be converted here",
-                    f"{name} (transformers makes it by {done}, and {reason}: {remedy})",
-                )
+                text = f"{name} (transformers makes it by {done}, and {reason}: {remedy})"
+                self._fail(targets, "not to be converted here", text)
                 continue
             except Exception as reason:  # of any kind: an operation refuses the shapes
-                self._fail(
-                    targets,
-                    "other shapes",
-                    f"{name} can't be made from {_shapes(collected)}: {reason}",
-                )
+                text = f"{name} can't be made from {_shapes(collected)}: {reason}"
+                self._fail(targets, "other shapes", text)
                 continue
             for target, tensor in made.items():
                 if target in self._tensors and isinstance(tensor, TracedTensor):
-                    self._place(
-                        target,
-                        tensor.index_map,
-                        next(iter(next(iter(collected.values())))).name,
-                        _shapes(collected),
-                    )
+                    key = next(iter(next(iter(collected.values())))).name
+                    self._place(target, tensor.index_map, key, _shapes(collected))
                 else:
                     self.problems["unexpected"].append(f"{target} (made from {_shapes(collected)})")
 
@@ -214,31 +200,19 @@ class _Fitting:
         self, name: str, index_map: IndexMap[Stored], key: str, made_from: str | None = None
     ) -> None:
         tensor = self._tensors[name]
-        wrong = next(
-            (
-                source
-                for source in index_map.sources
-                if kind_of(source.dtype) != kind_of(tensor.dtype)
-            ),
-            None,
-        )
+        kind = kind_of(tensor.dtype)
+        wrong = [source for source in index_map.sources if kind_of(source.dtype) != kind]
         if name in self._origin:
             self.problems["stored twice"].append(f"{name}, as {self._origin[name]} and as {key}")
         elif index_map.shape != tuple(tensor.shape):
             how = "has" if made_from is None else f"is made from {made_from}, which gives"
-            self._fail(
-                [name],
-                "other shapes",
-                f"{name} {how} {index_map.shape}, expected {tuple(tensor.shape)}",
-            )
-        elif wrong is not None:
-            what = name if made_from is None else wrong.name
-            found = f"{kind_of(wrong.dtype)} ({wrong.dtype})"
-            self._fail(
-                [name],
-                "other kinds",
-                f"{what} is {found}, expected {kind_of(tensor.dtype)} ({tensor.dtype})",
-            )
+            text = f"{name} {how} {index_map.shape}, expected {tuple(tensor.shape)}"
+            self._fail([name], "other shapes", text)
+        elif wrong:
+            what = name if made_from is None else wrong[0].name
+            found = f"{kind_of(wrong[0].dtype)} ({wrong[0].dtype})"
+            text = f"{what} is {found}, expected {kind} ({tensor.dtype})"
+            self._fail([name], "other kinds", text)
         elif id(tensor) in self.found.maps:
             self.found.again.setdefault(id(tensor), []).append(index_map)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..access import sharded_in
 from ..checkpoint.meta_buffers import hooks_of, put, twin
 from ..core.layer_state import LayerState
 from ..core.parameters import parameters_of, plain_modules
@@ -38,14 +39,8 @@ def compute(
     Raises:
         ValueError: The model does not compute one of them, and `strict` is set.
     """
-    owned = {
-        id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters
-    }
-    empty = {
-        id(sharded.sites.parameter)
-        for sharded in owned.values()
-        if sharded.index in sharded.chunk.unloaded
-    }
+    owned = sharded_in(states)
+    empty = {key for key, each in owned.items() if each.index in each.chunk.unloaded}
     hooks = hooks_of(model)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     missing: dict[int, str] = {}
@@ -95,13 +90,9 @@ def _run(hook: object, copy: nn.Module) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, states: list[LayerState], computed: list[tuple[Tensor, Tensor]]) -> None:
-    """Fills the tensors with rank 0's values, because random values differ between ranks. Every
-    rank calls it, with the same tensors.
-    """
+    """Fills the tensors with rank 0's values, for random ones differ. Every rank calls it."""
     first = states[0]
-    owned = {
-        id(sharded.sites.parameter): sharded for state in states for sharded in state.parameters
-    }
+    owned = sharded_in(states)
     for tensor, value in computed:
         value = value.to(first.device)
         if value.numel():

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of, used
+from ..access import sharded_in, states_of, used
 from ..checkpoint.contents import check_released
 from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.meta_buffers import initialise, put
@@ -121,9 +121,7 @@ def _sources(
 
 
 def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
-    """Changes values. If a read fails on a rank, all parameters that it should have filled count as
-    unloaded on every rank.
-    """
+    """After a read that fails, what it should have filled counts as unloaded on every rank."""
     first = states[0]
     extra: dict[str, Tensor] = {}
     reader = SliceReader(files)
@@ -205,8 +203,7 @@ def _pieces(state: LayerState) -> Iterator[tuple[ShardedParameter, Piece]]:
 def _new_values(states: list[LayerState], reader: SliceReader, found: Fit) -> dict[int, Tensor]:
     """Returns the tensors that no layer owns: buffers, mostly. Rank 0 reads their values."""
     first = states[0]
-    owned = {id(sharded.sites.parameter) for state in states for sharded in state.parameters}
-    values = {}
+    owned, values = sharded_in(states), {}
     for key, index_map in found.maps.items():
         if key not in owned:
             like = found.tensors[key]
@@ -217,9 +214,7 @@ def _new_values(states: list[LayerState], reader: SliceReader, found: Fit) -> di
 
 
 def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
-    """Checks that a tied parameter has equal values under all names that it is stored under. Each
-    rank compares its own pieces.
-    """
+    """Whether a tied parameter has one value under all its names. Each rank compares its pieces."""
     if not found.again:
         return
     one, other = SliceReader(files), SliceReader(files)

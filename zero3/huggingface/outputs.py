@@ -110,9 +110,7 @@ def outputs_of_model(
 
 
 class _OnMeta(TorchFunctionMode):
-    """Inside, `cpu()` leaves a tensor on meta, where there is nothing to copy. peft calls it on
-    prompts that it computes.
-    """
+    """Inside, `cpu()` leaves a tensor on meta. peft calls it on prompts that it computes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.cpu else func(*args, **(kwargs or {}))
@@ -121,9 +119,7 @@ class _OnMeta(TorchFunctionMode):
 def outputs_of_adapter(
     model: Any, adapter: str, contents: Contents, dtype: torch.dtype | None
 ) -> list[Output]:
-    """Returns the tensors that `peft` writes for an adapter. peft itself chooses them and their
-    names.
-    """
+    """The tensors that `peft` writes for an adapter. peft itself chooses them and their names."""
     meta = {
         n: torch.empty(contents.shape(ns[0]), dtype=contents.own_dtype(ns[0]), device="meta")
         for ns in contents.names.values()
@@ -176,9 +172,7 @@ def state_of_adapter(
 
 
 def shards_of(outputs: Iterable[Output], max_bytes: int) -> dict[str, list[Output]]:
-    """Divides tensors into files, in order. A file is larger than `max_bytes` only if it holds a
-    single tensor.
-    """
+    """Divides tensors into files, in order. One larger than `max_bytes` is alone in its file."""
     shards: list[list[Output]] = [[]]
     size = 0
     for output in outputs:
@@ -221,11 +215,7 @@ def check_unmixed(directory: Path, base: str | None) -> None:
 
 
 def bytes_in(size: int | str) -> int:
-    """`"5GB"` -> 5000000000.
-
-    Raises:
-        ValueError: `size` is no size.
-    """
+    """`"5GB"` -> 5000000000. Raises ValueError if `size` is no size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     unit = dict(_UNITS).get(match[2].upper() or "B") if match is not None else None
     if match is None or unit is None or not 1 <= float(match[1]) * unit < 2**60:
@@ -247,9 +237,7 @@ def index_of(shards: Mapping[str, list[Output]]) -> str:
 
 
 def _kept_names(model: nn.Module, contents: Contents) -> dict[str, str]:
-    """Maps the name that transformers writes for a tensor to its first name. For a tied tensor they
-    may differ.
-    """
+    """Maps the name that transformers writes to the first, which may differ for a tied tensor."""
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = set(tied) if isinstance(tied, dict) else set()
     ignored = [
@@ -268,9 +256,7 @@ def _converted(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
 
 
 def _saves_embeddings(model: Any, config: Any) -> bool:
-    """Whether peft saves the embeddings with the adapters, because they are adapted or have more
-    words than the base's.
-    """
+    """Whether peft saves embeddings: they are adapted, or have more words than the base's."""
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, list | tuple | set) and any(name in targets for name in _EMBEDDINGS):
         return (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..access import sharded_in
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
@@ -38,9 +39,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Packed:
-    """A stored weight. `sections` are the stored tensors of its codes and scales, `offset` is the
-    mean of bitsandbytes' scales.
-    """
+    """A stored weight: its codes and scales, and the mean of bitsandbytes' scales (`offset`)."""
 
     format: Format
     stand_in: Stored  # stands for the values when files are matched with the model
@@ -129,9 +128,7 @@ def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
 
 
 def _of_gpt_oss(name: str, blocks: Stored, scales: Stored | None) -> Packed:
-    """`[experts, columns, blocks in a column, 16]`: the columns of the model's parameter lie one
-    after another.
-    """
+    """`[experts, columns, blocks in a column, 16]`: columns lie one after another."""
     experts, columns, count, nbytes = blocks.shape
     if nbytes != _BLOCK_NBYTES:
         raise ValueError(
@@ -179,11 +176,7 @@ def match_packed(
             from weights as no format allows.
     """
     by_stand_in = {id(each.stand_in): each for each in packed.values()}
-    sites = {
-        id(sharded.sites.parameter): sharded.sites
-        for state in states
-        for sharded in state.parameters
-    }
+    sharded = sharded_in(states)
     readers, problems = dict[int, PackedReader](), list[str]()
     for key, index_map in found.maps.items():
         parts = [
@@ -192,7 +185,7 @@ def match_packed(
         if not parts:
             continue
         kind, name = parts[0].format, found.names[key][0]
-        weight = weight_of(sites[key]) if key in sites else None
+        weight = weight_of(sharded[key].sites) if key in sharded else None
         here = "not quantised" if weight is None else weight.format.name
         if (
             here != kind.name
@@ -215,14 +208,17 @@ def match_packed(
 
 
 class PackedReader:
-    """Reads sections of a quantised parameter from the stored sections of the weights that it is
-    made of.
-    """
+    """Reads sections of a quantised parameter from those of the weights that it is made of."""
 
     def __init__(self, index_map: IndexMap[Stored], parts: list[Packed]) -> None:
         self._map, self._parts = index_map, parts
         codes = [replace(part.sections["codes"], dtype=torch.uint8) for part in parts]
-        self._raw = index_map.of(codes)  # where the codes of 8 bits lie, as bytes
+        # where the codes lie, as bytes: of a weight as it is stored, those of 4 bits too
+        self._raw = (
+            Whole(codes[0], (codes[0].numel,))
+            if isinstance(index_map, Whole)
+            else index_map.of(codes)
+        )
 
     def problem(self) -> str | None:
         """In words, why blocks would be cut; or None."""
@@ -244,7 +240,7 @@ class PackedReader:
 
         def read(name: str, byte: int, target: Tensor) -> None:
             if name == "codes":
-                self._read_codes(reader, byte, target)
+                reader.read(self._raw, byte, target)
                 return
             size = sizes[name]
             begin, end = byte // size, -(-(byte + len(target)) // size)
@@ -252,13 +248,6 @@ class PackedReader:
             target.copy_(raw[byte - begin * size :][: len(target)])
 
         weight.rows.fill(piece.start, kept, read)
-
-    def _read_codes(self, reader: SliceReader, start: int, target: Tensor) -> None:
-        if isinstance(self._map, Whole):
-            codes = replace(self._parts[0].sections["codes"], dtype=torch.uint8)
-            reader.read(Whole(codes, (codes.numel,)), start, target)
-        else:
-            reader.read(self._raw, start, target)
 
     def _scales(self, reader: SliceReader, name: str, begin: int, end: int) -> Tensor:
         if name == "offset":
@@ -278,9 +267,7 @@ class PackedReader:
         return out
 
     def _tiles(self) -> tuple[Tensor, Tensor]:
-        """For each tile of the parameter the weight that it is a tile of, and its number among that
-        weight's tiles.
-        """
+        """For each tile of the parameter its weight, and its number among that weight's tiles."""
         kind: Any = self._parts[0].format
         height, width = kind.block
         rows, columns = self._map.shape[-2:]

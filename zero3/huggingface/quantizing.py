@@ -29,9 +29,7 @@ Read = Callable[[int, Tensor], object]
 
 
 class Quantizer:
-    """A quantised parameter's bytes, of which this rank keeps `kept` `[n]`, those from byte `low`
-    on.
-    """
+    """A parameter's bytes, of which this rank keeps `kept` `[n]`, those from byte `low` on."""
 
     def __init__(self, weight: QuantizedWeight, piece: Piece | None, kept: Tensor) -> None:
         self._format: Format = weight.format
@@ -49,9 +47,7 @@ class Quantizer:
 
     @torch.no_grad()
     def quantize(self, read: Read) -> None:
-        """Writes this rank's codes, but for those of blocks that its edges cut, which need the
-        others' statistics.
-        """
+        """Writes this rank's codes, but for blocks that its edges cut, which need the others'."""
         self._kept.zero_()
         start, stop = self._format.elements_between(
             self._shape, self._low, self._low + len(self._kept)
@@ -100,9 +96,7 @@ class Quantizer:
         )
 
     def _write(self, name: str, values: Tensor, number: int) -> None:
-        """Writes those bytes of `values`, a section's from its `number`-th on, that this rank
-        keeps.
-        """
+        """Writes what this rank keeps of `values`, a section's from its `number`-th on."""
         section = self._sections[name]
         while len(values):
             row, place = divmod(number, section.numel)

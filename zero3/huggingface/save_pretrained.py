@@ -24,7 +24,7 @@ from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
-from ..comm.plain_values import unreadable
+from ..comm.plain_values import name_of, unreadable
 from ..core.parameters import named
 from ..names import innermost
 from ..optim.state_memory import land_steps
@@ -239,9 +239,7 @@ class Export:
             place += output.nbytes
 
     def _finish(self) -> None:
-        """Gives the files their names, and writes the index and the configuration. Rank 0
-        calls it.
-        """
+        """Names the files, and writes the index and the configuration. Rank 0 calls it."""
         directory = self.directory
         stem = next(iter(self.shards)).partition(".")[0].partition("-")[0]
         index = f"{stem}.safetensors.index.json"
@@ -269,21 +267,13 @@ class Export:
         config = copy.deepcopy(model.config)
         vars(config).pop("quantization_config", None)  # the files hold values
         config.architectures = [type(model).__name__]
-        floating = [
-            output.dtype
-            for shard in self.shards.values()
-            for output in shard
-            if output.dtype.is_floating_point
-        ]
-        if floating:
-            config.dtype = str(floating[0]).removeprefix("torch.")
+        dtypes = (output.dtype for shard in self.shards.values() for output in shard)
+        if floating := [dtype for dtype in dtypes if dtype.is_floating_point]:
+            config.dtype = name_of(floating[0])
         config.save_pretrained(str(self.directory))
         source = Path(str(getattr(model.config, "_name_or_path", "") or ""))
-        beside = (
-            list(_BESIDE)
-            if source.is_dir() and source.resolve() != self.directory.resolve()
-            else []
-        )
+        elsewhere = source.is_dir() and source.resolve() != self.directory.resolve()
+        beside = list(_BESIDE) if elsewhere else []
         if callable(can_generate := getattr(model, "can_generate", None)) and can_generate():
             generation = model.generation_config
             if (
@@ -316,9 +306,7 @@ def _write(walk: WeightWalk, export: Export) -> None:
 
 
 def _held(contents: Contents) -> dict[str, list[tuple[int, Tensor]]]:
-    """Returns this rank's slices of each tensor of the model: the first element's place, and
-    flattened values.
-    """
+    """This rank's slices of each tensor: the first element's place, and flattened values."""
     held: dict[str, list[tuple[int, Tensor]]] = {}
     for chunk in contents.chunks():
         chunk.adopt_values()
@@ -380,9 +368,7 @@ def fill(walk: WeightWalk, export: Export) -> None:
 
 
 def write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
-    """Writes from the tensor's memory if dtype and device allow that, and otherwise through a copy
-    of a few MB.
-    """
+    """Writes from the tensor's memory if it can, and otherwise through a copy of a few MB."""
     if values.device.type == "cpu" and values.dtype == dtype:
         file_operations.write_at(file, where, bytes_of(values))
         return

@@ -233,9 +233,7 @@ def _aligned(output: Output) -> int:
 
 
 class _Stream(Generator[Any, None, None]):
-    """What `stream_weights` returns. At its end, or before the model is used, this rank takes part
-    in what is left of the walk.
-    """
+    """At its end, or before the model is used, this rank takes part in what is left of the walk."""
 
     _is_over = True
 

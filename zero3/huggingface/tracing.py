@@ -20,9 +20,7 @@ class Untraceable(Exception):
 
 
 class TracedTensor(Tensor):
-    """A tensor on the meta device. `index_map` tells which element of which source each of its
-    elements is.
-    """
+    """On the meta device. `index_map` tells which element of which source each element is."""
 
     index_map: IndexMap[Any]
 

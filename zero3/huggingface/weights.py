@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..access import sharded_in
 from ..checkpoint.contents import Contents
 from ..checkpoint.meta_buffers import twin
 from ..comm.mesh import shards_of
@@ -129,7 +130,7 @@ class WeightWalk:
         """
         self._contents, self._read, self._encoder = contents, read, encoder
         self._adapted = _that_merge(adapted)
-        self._sharded = {id(s.sites.parameter): s for o in contents.states for s in o.parameters}
+        self._sharded = sharded_in(contents.states)
         states = {chunk: state for state in contents.states for chunk in state.chunks}
         groups: dict[tuple[int, ...], list[Output]] = {}
         for output in outputs:
@@ -208,9 +209,7 @@ class WeightWalk:
     # -- the walk
 
     def stays(self) -> list[Chunk]:
-        """Chunks that need no gather, unless a rank has changed its chunk, or has no full buffer
-        now.
-        """
+        """Chunks that need no gather, unless a rank has changed its own, or has no full buffer."""
         return [chunk for chunk, reading in self._readings.items() if reading.may_be_found]
 
     def find(self, chunks: Iterable[Chunk]) -> None:

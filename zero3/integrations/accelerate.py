@@ -332,9 +332,7 @@ class Zero3Accelerator(Accelerator):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Inside, accelerate does not see the optimizers of sharded models, and gets no state
-        dicts: hooks write and read them.
-        """
+        """Inside, hooks write and read the states of sharded models, and accelerate sees none."""
         every, self._saves_apart, self._step_loaded = self._optimizers, True, self.step
         self._apart_optimizers = [optimizer for optimizer in every if _holds_chunks(optimizer)]
         self._optimizers = [optimizer for optimizer in every if not _holds_chunks(optimizer)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import states_of
+from ..comm.plain_values import name_of
 from ..guards.module_overrides import Override
 from ..huggingface.outputs import has_adapters
 from ..huggingface.stream_weights import stream_weights
@@ -52,7 +53,7 @@ class VLLMWeights:
         self._stream = stream
         if engine.mode == "server" and engine._weight_metadata is None:
             described = [
-                (output.name, str(output.dtype).removeprefix("torch."), list(output.shape))
+                (output.name, name_of(output.dtype), list(output.shape))
                 for output in stream.outputs
             ]
             vars(engine).update(_weight_metadata=described)
@@ -75,9 +76,7 @@ class VLLMWeights:
 
 
 def keep_masters(model: nn.Module) -> None:
-    """`model.to(dtype)` does nothing if layers compute in that dtype anyway. TRL converts a model
-    before it generates.
-    """
+    """`model.to(dtype)` of TRL does nothing if layers compute in that dtype anyway."""
     Override(model, "to", _to)
 
 

@@ -55,7 +55,11 @@ class Handover:
         used = set(places.values())
         self._cuts = {place: _cut(self._optimizers[place[0]], place[1]) for place in used}
         self._places = [
-            {name: places.get(id(parameter)) for name, parameter in _trainable(model)}
+            {  # under all names, for a tied one may be asked for by any
+                name: places.get(id(parameter))
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+                if parameter.requires_grad
+            }
             for model in models
         ]
 
@@ -163,12 +167,3 @@ def _check(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
                 f"the {kind} has made steps already, and its state has the shapes of whole "
                 "parameters. Prepare it before its first step"
             )
-
-
-def _trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Under all names, for a tied one may be asked for by any."""
-    return (
-        (name, parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    )

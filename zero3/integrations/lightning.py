@@ -347,9 +347,7 @@ def _prepare(
     sharding: tuple[Layers, Optional, ShardingPolicy | None],
     device: torch.device,
 ) -> None:
-    """Shards the model, unless it is. Mixed precision is its policy's, if that has a `param_dtype`,
-    and else autocast's.
-    """
+    """Shards the model, unless it is. Mixed precision is its policy's, or else autocast's."""
     mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(plugin.precision, "no")
     if not is_sharded(model):
         layers, optional, policy = sharding

@@ -5,8 +5,7 @@ it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from ..access import states_of
-from ..auto_wrap import Layers, choose
+from ..auto_wrap import Layers, choose, embeddings_of
 from ..comm.agreement import agree
 from ..comm.communicator import is_first
 from ..comm.factory import communicator_for, mesh_of_parts
@@ -23,8 +22,7 @@ from ..core.layer_state import LayerState
 from ..guards.module_overrides import Override
 from ..layer import Zero3Layer, enter_root, layers_of, run_sharded
 from ..policy import ShardingPolicy
-from ..sequences.head import output_head
-from ..shard import PolicyOf, shard
+from ..shard import PolicyOf, logging_only, shard
 from ..towers.choosing import Optional
 
 __all__: list[str] = []
@@ -34,9 +32,7 @@ Policy = ShardingPolicy | PolicyOf | None
 
 
 def policy_for(mixed_precision: str) -> ShardingPolicy:
-    """The policy that stands for accelerate's `mixed_precision`: low precision to compute and
-    gather, float32 to add up and to keep.
-    """
+    """accelerate's `mixed_precision` as a policy: low to compute, float32 to add up and keep."""
     low = _LOW.get(mixed_precision)
     if low is None:
         return ShardingPolicy()
@@ -76,7 +72,7 @@ class Sharding:
             if mixed_precision in _LOW:
                 _make_masters(model)
         try:
-            with _without_advice() if self.head_in_root else nullcontext():
+            with logging_only(self._tells):
                 layers = _without_head(model, self.layers) if self.head_in_root else self.layers
                 mesh = mesh_of_parts(self.parts, device) if self.parts != 1 else None
                 shard(
@@ -93,28 +89,13 @@ class Sharding:
                 "first, and pass its result"
             ) from error
 
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """`shard` would tell the caller to take the head out of the root's own layer, where it has to
-    be.
-    """
-    logger = logging.getLogger("zero3")
-
-    def silent(record: logging.LogRecord) -> bool:
-        return "the root's own layer holds" not in str(record.msg)
-
-    logger.addFilter(silent)
-    try:
-        yield
-    finally:
-        logger.removeFilter(silent)
+    def _tells(self, record: logging.LogRecord) -> bool:
+        """Not that the head be taken out of the root's own layer, where it has to be."""
+        return not self.head_in_root or "the root's own layer holds" not in str(record.msg)
 
 
 def computes_in_low_precision(model: nn.Module) -> bool:
-    """Whether the policy of a sharded model says in which dtype it computes: then autocast would be
-    a second opinion.
-    """
+    """Whether the policy says in which dtype it computes: autocast would be a second opinion."""
     return any(state.policy.param_dtype is not None for state in states_of(model))
 
 
@@ -135,17 +116,15 @@ def enclose_forward(model: nn.Module) -> None:
 
 
 def _with_head(model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The head's weight is read outside of the head's own forward: so the head is fetched around
-    all of it.
-    """
-    head = output_head(model)
+    """The head is fetched around all of it, for its weight is read outside of its own forward."""
+    head = embeddings_of(model, "output")
     if not kwargs.get("fused_lm_head") or not isinstance(head, Zero3Layer) or head._runtime is None:
         return forward(*args, **kwargs)
     return run_sharded(head._runtime, head._state, model, forward, args, kwargs)
 
 
 def _without_head(model: nn.Module, layers: Layers) -> Layers:
-    head = output_head(model)
+    head = embeddings_of(model, "output")
     inside = {id(module) for module in head.modules()} if head is not None else set()
     kept = (
         tuple(each.module for each in chosen if id(each.module) not in inside)

@@ -30,15 +30,12 @@ from ..comm.agreement import agree, exchange_texts
 from ..comm.communicator import Communicator
 from ..comm.plain_values import decode
 from ..huggingface.load_pretrained import load_pretrained
+from ..huggingface.outputs import has_adapters
 
 __all__: list[str] = []
 
 STATE = "trainer_state.json"
 _OURS = "zero3"
-
-
-def is_peft(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def _has_masters(model: nn.Module) -> bool:
@@ -52,7 +49,7 @@ def save(
 ) -> None:
     """Adds `zero3/` to a checkpoint whose weights are written. Every rank calls it."""
     first = states_of(model)[0]
-    trained = is_peft(model) or _has_masters(model)
+    trained = has_adapters(model) or _has_masters(model)
     extra = {
         "schedule": schedule.state_dict() if schedule is not None else None,
         "ranks": first.communicator.world_size,
@@ -68,7 +65,7 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
     """The weights of a checkpoint; of a peft model what it trains."""
     ours = checkpoint / _OURS
     holds = ours.is_dir() and _extra(manifest.read(ours))["holds_what_trains"]
-    if not (holds and is_peft(model)):  # of a peft model adapters, saved with save_only_model
+    if not (holds and has_adapters(model)):  # of a peft model adapters, saved with save_only_model
         load_pretrained(model, checkpoint)
     if holds:
         load_checkpoint(ours, model)
@@ -139,11 +136,9 @@ def _check(checkpoint: Path, communicator: Communicator) -> None:
     theirs = Manifest(checkpoint, {"data": "."}, files)
     for each in (ours, theirs):
         manifest.verify(each, sorted(each.files), communicator.rank, communicator.world_size)
-    random_states = (
-        [f"rng_state_{number}.pth" for number in range(extra["ranks"])]
-        if extra["ranks"] > 1
-        else ["rng_state.pth"]
-    )
+    ranks = extra["ranks"]
+    each_rank = [f"rng_state_{number}.pth" for number in range(ranks)]
+    random_states = each_rank if ranks > 1 else ["rng_state.pth"]
     scaler = [path.name for path in checkpoint.glob("scaler.pt")]
     for name in [*random_states, *scaler][communicator.rank :: communicator.world_size]:
         _check_sums(checkpoint / name)

@@ -247,12 +247,9 @@ class Zero3Mixin(_Base):
         return super()._precompute_ref_logps(*args, **kwargs)
 
     def _shard_models(self) -> None:
-        """When the trainer's constructor has finished with the models: TRL's gives them adapters,
-        and other forwards.
-        """
-        self._shard(self.model)
-        if isinstance(reference := getattr(self, "ref_model", None), nn.Module):
-            self._shard(reference)
+        """When the constructor is through with them: TRL's adds adapters, and other forwards."""
+        for model in self._sharded_models():
+            self._shard(model)
 
     def _sharded_models(self) -> list[nn.Module]:
         reference = getattr(self, "ref_model", None)
@@ -582,12 +579,9 @@ def _ends_together(device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        everyone = range(communicator.world_size if board is not None else 0)
-        others = [
-            text
-            for other in everyone
-            if other != rank and board is not None and (text := board.posted(f"{run}/{other}"))
-        ]
+        everyone = range(communicator.world_size)
+        posted = () if board is None else (board.posted(f"{run}/{each}") for each in everyone)
+        others = [text for text in posted if text]
         said = str(error) if type(error) in _KEPT_KINDS else f"{type(error).__name__}: {error}"
         # what ranks have agreed upon names one already
         said = said if re.match(r"ranks? \d", said) else f"rank {rank}: {said}"

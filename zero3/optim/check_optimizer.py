@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..access import used
+from ..access import sharded_in, used
 from ..comm.agreement import agreeing
 from ..comm.plain_values import encode_scalar
 from ..core.chunk import Chunk, Part
@@ -117,7 +117,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
             _check_groups(model, states, optimizer)
         _check_held(model, states, members)
         for optimizer in members:
-            _check_maths(first, owned_by(states), optimizer, strict)
+            _check_maths(states, optimizer, strict)
 
 
 def check_exact(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -125,13 +125,11 @@ def check_exact(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     states = used(model, "check_optimizer")
     with agreeing(states[0].communicator, states[0].device, "check_optimizer"):
         for optimizer in optimizers:
-            _check_maths(states[0], owned_by(states), optimizer, strict=False)
+            _check_maths(states, optimizer, strict=False)
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yields a line for each group, which must be the same on all ranks. An option that is no plain
-    value is described by its type.
-    """
+    """Yields a line a group, the same on all ranks. What is no plain value is told by its type."""
     for number, group in enumerate(optimizer.param_groups):
         told = []
         for key in sorted(
@@ -145,13 +143,11 @@ def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 
 
 def warn_if_inexact(states: list[LayerState], optimizer: torch.optim.Optimizer) -> None:
-    """Warns at a save, because the training so far is worth saving all the same. It makes no
-    collective.
-    """
+    """Warns at a save: the training so far is worth saving. It makes no collective."""
     for text in empty_groups(optimizer, states):
         warnings.warn(text, stacklevel=4)
     try:
-        _check_maths(states[0], owned_by(states), optimizer, strict=False)
+        _check_maths(states, optimizer, strict=False)
     except ValueError as problem:
         warnings.warn(f"this run does not train as an unsharded one would: {problem}", stacklevel=4)
 
@@ -188,11 +184,7 @@ def _check_held(
     model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]
 ) -> None:
     found = owned_by(states)
-    originals = {
-        id(sharded.sites.parameter): sharded.sites.name
-        for state in states
-        for sharded in state.parameters
-    }
+    originals = {key: each.sites.name for key, each in sharded_in(states).items()}
     held = held_by(*optimizers)
     for parameter in held:
         if isinstance(parameter, Superseded):
@@ -220,9 +212,8 @@ def _check_held(
             )
 
 
-def _check_maths(
-    first: LayerState, found: dict[int, Owned], optimizer: torch.optim.Optimizer, strict: bool
-) -> None:
+def _check_maths(states: list[LayerState], optimizer: torch.optim.Optimizer, strict: bool) -> None:
+    first, found = states[0], owned_by(states)
     ranks = min(2, first.communicator.shards)
     for group in optimizer.param_groups:
         build, align = builder(optimizer, group), group.get("align", 0)

@@ -70,11 +70,8 @@ def clip_grad_norm_(
     ignored = ignored_gradients(states, "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
-        filled = [
-            gradient
-            for gradient in gradients_to_measure(model, states, norms, ignored)
-            if gradient.numel()
-        ]
+        measured = gradients_to_measure(model, states, norms, ignored)
+        filled = [gradient for gradient in measured if gradient.numel()]
     except OSError as unreadable:
         error = error or unreadable
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
@@ -82,14 +79,8 @@ def clip_grad_norm_(
         local = local + math.nan
     elif filled:
         local = on_device(torch.nn.utils.get_total_norm(filled, norm_type), local.device).to(local)
-    # [S1]
-    total = _over_ranks(
-        states[0],
-        local,
-        norm_type,
-        error,
-        [gradient for gradient in ignored.values() if gradient.numel()],
-    )
+    shared = [gradient for gradient in ignored.values() if gradient.numel()]
+    total = _over_ranks(states[0], local, norm_type, error, shared)  # [S1]
     # ranks that scale by different ones are told when they compare their transfers
     limit = float(max_norm)
     states[0].log.note(
@@ -101,11 +92,8 @@ def clip_grad_norm_(
             "can't be clipped. Set error_if_nonfinite=False to scale by it anyway."
         )
     alone = [each.parameter for each in ignored_of(states)]
-    total = total.to(
-        torch.float64
-        if any(each.dtype == torch.float64 for each in (*chunks, *alone))
-        else torch.float32
-    )
+    wide = any(each.dtype == torch.float64 for each in (*chunks, *alone))
+    total = total.to(torch.float64 if wide else torch.float32)
     elsewhere = {id(each.part.parameter) for each in in_files}
     torch.nn.utils.clip_grads_with_norm_(
         [*(chunk for chunk in chunks if id(chunk) not in elsewhere), *alone], max_norm, total

@@ -23,9 +23,7 @@ SHORTEST_IN_BLOCKS = 16
 
 
 def dealt(shapes: Iterable[Shape], owners: Sequence[int], world_size: int) -> ChunkLayout:
-    """A layout in which each slot is whole in the chunk of one rank, its owner. A rank that owns
-    nothing has an empty chunk.
-    """
+    """Each slot is whole in the chunk of one rank, its owner. Who owns nothing has an empty one."""
     named = list(zip(shapes, owners, strict=True))
     own = [[item for item, owner in named if owner == rank] for rank in range(world_size)]
     ends = accumulate(sum(math.prod(shape) for _, shape in items) for items in own)

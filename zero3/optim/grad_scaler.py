@@ -14,6 +14,7 @@ from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from ..guards.marks import ignored_by, state_of
 from ..stores.untouched import touch
+from .several import held_by
 
 __all__: list[str] = []
 
@@ -57,9 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         layers = _one_layer_of_each_group(optimizer)
         for state in layers:
             state.conductor.conduct(Use(state, "GradScaler"))
-        gradients = [
-            parameter.grad for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        gradients = [parameter.grad for parameter in held_by(optimizer)]
         reduce_deferred(gradients)
         touch(gradients)
         # To gradients on the host torch would copy both without waiting for the copies.
@@ -105,24 +104,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def _from_afar(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the scale is on an accelerator, and gradients are on the host (`offload`)."""
-        parameters = (
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        )
         return self._device != "cpu" and any(
-            p.grad is not None and p.grad.device.type == "cpu" for p in parameters
+            p.grad is not None and p.grad.device.type == "cpu" for p in held_by(optimizer)
         )
 
 
 def _one_layer_of_each_group(optimizer: torch.optim.Optimizer) -> list[LayerState]:
-    """Returns one layer for each process group that shares some of the optimizer's parameters. Most
-    often there is one group.
-    """
+    """A layer of each process group that shares some of the optimizer's parameters."""
     found: list[LayerState] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = state_of(parameter) or ignored_by(parameter)
-            if state is not None and not any(
-                known.communicator.same_ranks(state.communicator) for known in found
-            ):
-                found.append(state)
+    for parameter in held_by(optimizer):
+        state = state_of(parameter) or ignored_by(parameter)
+        if state is not None and not any(
+            known.communicator.same_ranks(state.communicator) for known in found
+        ):
+            found.append(state)
     return found

@@ -19,7 +19,7 @@ from ..core.parameters import ShardedParameter
 from ..names import named_tensors
 from .norms import reaching, slice_of
 from .param_groups import named_parameters
-from .pieces import parts_of
+from .pieces import parts_of, trains
 
 __all__: list[str] = []
 
@@ -132,17 +132,12 @@ def _trainable(
     # a module inside a layer has not all of the layer's parameters
     inside = {id(tensor) for _, tensor in named_tensors(model)}
     for name, state, sharded in named_parameters(model, states):
-        trains = (
-            sharded.chunk.shard.requires_grad and sharded.sites.name not in sharded.chunk.left_out
-        )
-        if trains and id(sharded.sites.parameter) in inside:
+        if trains(sharded.chunk, sharded.sites.name) and id(sharded.sites.parameter) in inside:
             yield name, state, sharded
 
 
 def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
-    """This rank's elements of the parameter's gradient, 1-D. None if they have no gradient, or this
-    rank has no elements.
-    """
+    """This rank's elements of the parameter's gradient, 1-D. None if it has none."""
     chunk, slot = sharded.chunk, sharded.chunk.layout.slots[sharded.index]
     for piece in chunk.pieces:
         if piece.slot == slot:

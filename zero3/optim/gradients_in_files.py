@@ -97,9 +97,7 @@ def scale_in_files(gradients: list[GradientInFile], max_norm: float, total: Tens
 
 
 def _one_by_one(gradients: Sequence[GradientInFile], *, to_write: bool) -> Iterator[GradientInFile]:
-    """Yields each when it is in memory, while a thread brings the next one. Those of the chunk
-    before leave.
-    """
+    """Yields each when it is in memory, while a thread brings the next one and others leave."""
     with ThreadPoolExecutor(1, thread_name_prefix="zero3-offload") as thread:
         coming = [thread.submit(each.bring, to_write) for each in gradients[:1]]
         for each, following in zip(gradients, [*gradients[1:], None], strict=False):

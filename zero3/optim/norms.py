@@ -147,11 +147,8 @@ def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Paramete
     if not own:
         return {}
     first = states[0]
-    dtype = (
-        torch.float64
-        if any(each.dtype in (torch.float64, torch.complex128) for each in own)
-        else torch.float32
-    )
+    wide = any(each.dtype in (torch.float64, torch.complex128) for each in own)
+    dtype = torch.float64 if wide else torch.float32
     flats = [
         torch.zeros_like(each, layout=torch.strided)
         if each.grad is None
@@ -178,9 +175,7 @@ def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Paramete
 
 
 def _dequantised(state: LayerState) -> Iterator[tuple[ShardedParameter, Tensor]]:
-    """The layer's quantised parameters, with the values that they stand for. It gathers one chunk
-    after another, and shows nothing.
-    """
+    """The layer's quantised parameters, with their values: one chunk is gathered after another."""
     for chunk in state.chunks:
         if chunk.read_only:
             own = chunk.shard.data.to(chunk.device)
@@ -198,9 +193,7 @@ def _add_own(
     of: str,
     norm_type: float,
 ) -> None:
-    """Writes the norms of this rank's pieces into `values`, to the power of `norm_type` unless that
-    is infinite.
-    """
+    """Writes the norms of this rank's pieces into `values`, as `_power` gives them."""
     rows = {
         (key.chunk, key.index): row
         for key, row in row_of.items()

@@ -125,16 +125,11 @@ def _check(states: list[LayerState]) -> None:
                 "would wait for it. Use stage 2 or 3"
             )
         bring_to_rest(state, "param_groups")
-        if any(part.grad is not None for part in parts_of([state])):
-            raise RuntimeError(
-                f"param_groups while layer {state.label} has gradients: step and "
-                "zero_grad(set_to_none=True) first"
-            )
 
 
 def bring_to_rest(state: LayerState, caller: str) -> None:
     """For chunks that are to be cut anew: drops what is kept of gradients that were zeroed since,
-    and refuses a layer that is fetched.
+    and refuses a layer that is fetched, or has gradients.
     """
     if state.pinned or state.presence in (Presence.FETCHED, Presence.FETCHING):
         raise RuntimeError(
@@ -143,6 +138,11 @@ def bring_to_rest(state: LayerState, caller: str) -> None:
         )
     if (backward := state.gradients.backward()) is not None:
         backward.forget_zeroed()
+    if state.gradients.owed() or any(part.grad is not None for part in parts_of([state])):
+        raise RuntimeError(
+            f"{caller} while layer {state.label} has gradients: step and "
+            "zero_grad(set_to_none=True) first"
+        )
 
 
 @dataclass
@@ -154,9 +154,7 @@ class _Group:
 
 @dataclass
 class _Answers:
-    """The answers of the `options` function. `lines`: the answers as text, for the ranks to
-    compare.
-    """
+    """What the `options` function has answered. `lines`: as text, for the ranks to compare."""
 
     lines: list[str]
     groups: list[_Group] = field(default_factory=list)
@@ -195,9 +193,7 @@ class _Answers:
 def named_parameters(
     model: nn.Module, states: list[LayerState]
 ) -> list[tuple[str, LayerState, ShardedParameter]]:
-    """Returns every sharded parameter once, under its first name, in the unwrapped model's
-    order.
-    """
+    """Every sharded parameter once, under its first name, in the unwrapped model's order."""
     owners = {
         id(sharded.sites.parameter): (state, sharded)
         for state in states
@@ -257,9 +253,7 @@ def _check_experts(name: str, answer: Mapping[str, Any], *, shares: int) -> None
 
 
 def _spelled(value: Any, objects: list[Any]) -> str:
-    """Returns a text that is the same for equal values on all ranks. Objects are numbered in the
-    order of their first use.
-    """
+    """A text that is the same for equal values on all ranks. Objects are numbered by first use."""
     if isinstance(value, Mapping):
         return (
             "{"

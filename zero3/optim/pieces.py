@@ -46,6 +46,11 @@ def parts_of(states: Iterable[LayerState]) -> list[nn.Parameter]:
     return [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
 
 
+def trains(chunk: Chunk, name: str) -> bool:
+    """Whether the parameter does whose slot has that name."""
+    return chunk.shard.requires_grad and name not in chunk.left_out
+
+
 def supersede(parameter: nn.Parameter, name: str) -> None:
     if not isinstance(parameter, Superseded):
         parameter.grad = None
@@ -54,18 +59,14 @@ def supersede(parameter: nn.Parameter, name: str) -> None:
 
 
 def retire(chunk: Chunk, label: str) -> None:
-    """Frees the memory of a chunk and its parts, after other chunks have replaced it. Using them
-    raises from now on.
-    """
+    """Frees the memory of a chunk and its parts, which others have replaced. Using them raises."""
     for parameter in [chunk.shard, *(part.parameter for part in chunk.parts)]:
         supersede(parameter, f"a chunk of layer {label}")
         parameter.data = parameter.data.new_empty(0)
 
 
 def renew(state: LayerState, chunk: Chunk) -> None:
-    """Puts a new parameter with the same values in the chunk's place, and in that of its parts.
-    Optimizers of before raise.
-    """
+    """Puts new parameters with the same values in the chunk's place. Optimizers of before raise."""
     old = chunk.renew()
     _install(state, chunk, [chunk.undivided], frozenset())
     supersede(old, f"a chunk of layer {state.label}")

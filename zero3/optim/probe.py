@@ -115,7 +115,7 @@ def probe_flat(build: Build, device: torch.device, ranks: int, longest: int = 0)
         numel = reference[-1][1]
         cuts = [0, numel // 2 - 3, numel] if ranks > 1 else [0, numel]
         spread: list[Spans] = [[(low, high, (high - low,))] for low, high in pairwise(cuts)]
-        if reason := _compare(build, Problem.of(numel, device), reference, spread):
+        if reason := _compare(build, device, reference, spread):
             return reason
     return None
 
@@ -130,7 +130,7 @@ def probe_aligned(
     uncut: Spans = [(low, high, (high - low,)) for low, high, _ in small]
     spread = [uncut[rank::ranks] for rank in range(ranks)]
     # small first, as above: shapes and norms over several parameters show here
-    if reason := _compare(build, Problem.of(small[-1][1], device), small, spread):
+    if reason := _compare(build, device, small, spread):
         return reason
     # of odd multiples, at odd multiples: longer blocks than `align` must not pass
     long, short = align * (65 + 2 * (max(longest, 4096) // align)), 33 * align
@@ -138,19 +138,17 @@ def probe_aligned(
     cuts = (0, 16 * align, 33 * align, long, long + 17 * align, long + short)
     pieces = [(low, high, (high - low,)) for low, high in pairwise(cuts)] + reference[2:]
     spread = [pieces[rank::3] for rank in range(3)] if ranks > 1 else [reference]
-    return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
+    return _compare(build, device, reference, spread)
 
 
 def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[int]) -> str | None:
-    """As `probe_flat`, for parameters with `ndims` dimensions, each of which is whole on one of
-    `ranks` ranks.
-    """
+    """As `probe_flat`, for parameters of `ndims` dimensions, each whole on one of the ranks."""
     shapes = [tuple((5, 4, 3, 2, 2, 2)[:ndim]) for ndim in ndims] + [
         tuple((3, 6, 2, 2, 2, 2)[:ndim]) for ndim in ndims
     ]
     reference = _spans(shapes)
     spread = [reference[rank::ranks] for rank in range(ranks)]
-    return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
+    return _compare(build, device, reference, spread)
 
 
 def probe_blocks(
@@ -167,7 +165,7 @@ def probe_blocks(
             continue
         spread[0].append((start, middle, (3, *shape[1:])))
         spread[1].append((middle, stop, (2, *shape[1:])))
-    return _compare(build, Problem.of(reference[-1][1], device), reference, spread)
+    return _compare(build, device, reference, spread)
 
 
 def fitting(
@@ -240,22 +238,10 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
 
 
 def longest(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    """The largest number among the settings of an optimizer that may be a length: of blocks, or the
-    least that is quantised.
-    """
-    values = [
-        value
-        for key, value in {**vars(optimizer), **group}.items()
-        if key not in (*_OF_ALL, "params")
-    ]
-    return max(
-        (
-            number
-            for number in _numbers([_picture(value) for value in values])
-            if number <= _LONGEST
-        ),
-        default=0,
-    )
+    """The largest of an optimizer's settings that may be a length, as of blocks."""
+    settings = {**vars(optimizer), **group}.items()
+    pictures = [_picture(value) for key, value in settings if key not in (*_OF_ALL, "params")]
+    return max((number for number in _numbers(pictures) if number <= _LONGEST), default=0)
 
 
 def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -318,9 +304,7 @@ def _pictured(value: Any) -> object:
 
 
 def _numbers(picture: object) -> Iterator[int]:
-    """The whole numbers in a picture. Those in tensors are no settings, and stand in lists without
-    their type.
-    """
+    """The whole numbers in a picture, but for those in tensors, which are no settings."""
     if isinstance(picture, tuple) and len(picture) == 2 and picture[0] is int:
         yield picture[1]
     elif isinstance(picture, list | tuple):
@@ -363,9 +347,10 @@ def state_keys(
 
 
 def _compare(
-    build: Build, problem: Problem, reference: Spans, spread: Sequence[Spans]
+    build: Build, device: torch.device, reference: Spans, spread: Sequence[Spans]
 ) -> str | None:
-    with trying(problem.start.device):
+    problem = Problem.of(reference[-1][1], device)
+    with trying(device):
         try:
             expected, at_last = _trained(build, problem, [reference], reference[-1])
         except Exception as error:
@@ -434,11 +419,14 @@ def _step_without(
             parameter.grad[start - low : stop - low] = 0
     left = LeftAlone()
     left.put_aside(optimizer, beside)
-    if "closure" in inspect.signature(optimizer.step).parameters:
-        optimizer.step(lambda: 0.0)
-    else:
-        optimizer.step()
+    _step(optimizer, lambda: 0.0)
     left.put_back(optimizer)
+
+
+def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
+    """Not all optimizers take a closure."""
+    takes_it = "closure" in inspect.signature(optimizer.step).parameters
+    optimizer.step(*([closure] if takes_it else []))
 
 
 def _steps(
@@ -460,13 +448,9 @@ def _steps(
 
     if callable(begin := getattr(optimizer, "train", None)):
         begin()  # schedule-free ones step after this alone
-    takes_closure = "closure" in inspect.signature(optimizer.step).parameters
     for number in range(problem.steps):
         closure()  # also for an optimizer that takes a closure and ignores it
-        if takes_closure:
-            optimizer.step(closure)  # type: ignore[arg-type]  # torch's own take and return tensors
-        else:
-            optimizer.step()
+        _step(optimizer, closure)
         yield number
 
 

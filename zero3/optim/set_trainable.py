@@ -14,7 +14,7 @@ from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout
 from ..policy import ParamInfo, info_of
 from .param_groups import bring_to_rest, named_parameters
-from .pieces import parts_of, renew
+from .pieces import renew, trains
 from .whole_parameters import Family, repartition
 
 __all__: list[str] = []
@@ -63,7 +63,8 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
     first, wanted = states[0], Trains()
     error: Exception | None = None
     try:
-        _check(states)
+        for state in states:
+            bring_to_rest(state, "set_trainable")
         wanted = _asked(model, states, select)
     except Exception as caught:  # whatever the callable raises: the other ranks have to hear of it
         error = caught
@@ -73,7 +74,7 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
     ]
     agree(first.communicator, first.device, "set_trainable", lines, error)
     before = {
-        (state, slot.name): _trains(chunk, slot.name)
+        (state, slot.name): trains(chunk, slot.name)
         for state in states
         for chunk in state.chunks
         for slot in chunk.layout.slots
@@ -84,25 +85,15 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
     repartition(again)
     for state in states:
         for sharded in state.parameters:
-            trains = wanted[state, sharded.sites.name]
-            if sharded.sites.parameter.requires_grad != trains:
-                sharded.sites.parameter.requires_grad_(trains)
+            chosen = wanted[state, sharded.sites.name]
+            if sharded.sites.parameter.requires_grad != chosen:
+                sharded.sites.parameter.requires_grad_(chosen)
         for chunk in state.chunks:
             _follow(
                 state,
                 chunk,
                 wanted,
                 renews=thawed and not any(chunk in family.chunks for family in divided),
-            )
-
-
-def _check(states: list[LayerState]) -> None:
-    for state in states:
-        bring_to_rest(state, "set_trainable")
-        if state.gradients.owed() or any(part.grad is not None for part in parts_of([state])):
-            raise RuntimeError(
-                f"set_trainable while layer {state.label} has gradients: step and "
-                "zero_grad(set_to_none=True) first"
             )
 
 
@@ -131,10 +122,6 @@ def _asked(
             )
         wanted[state, sharded.sites.name] = answer
     return wanted
-
-
-def _trains(chunk: Chunk, name: str) -> bool:
-    return chunk.shard.requires_grad and name not in chunk.left_out
 
 
 def _families(state: LayerState, wanted: Trains) -> list[Family]:
@@ -174,12 +161,12 @@ def _layouts(family: Family) -> list[ChunkLayout]:
 
 @torch.no_grad()
 def _follow(state: LayerState, chunk: Chunk, wanted: Trains, *, renews: bool) -> None:
-    trains = wanted[state, chunk.layout.slots[0].name]
+    chosen = wanted[state, chunk.layout.slots[0].name]
     was_divided = (
-        any(_trains(chunk, slot.name) != trains for slot in chunk.layout.slots)
-        and chunk.shard.requires_grad == trains
+        any(trains(chunk, slot.name) != chosen for slot in chunk.layout.slots)
+        and chunk.shard.requires_grad == chosen
     )
     for parameter in (chunk.shard, *(part.parameter for part in chunk.parts)):
-        parameter.requires_grad_(trains)
-    if (renews and trains) or was_divided:
+        parameter.requires_grad_(chosen)
+    if (renews and chosen) or was_divided:
         renew(state, chunk)

@@ -153,18 +153,11 @@ def members_of(given: object) -> list[Any]:
     Raises:
         TypeError: `given` holds something other than optimizers.
     """
-    members: list[Any] = (
-        list(given.values())
-        if isinstance(given, Mapping)
-        else list(given)
-        if isinstance(given, list | tuple)
-        else [given]
-    )
-    members = [
-        each
-        for member in members
-        for each in (member.members if isinstance(member, OptimizerList) else [member])
-    ]
+    several: Any = given.values() if isinstance(given, Mapping) else given
+    found = list(several) if isinstance(given, Mapping | list | tuple) else [given]
+    members: list[Any] = []
+    for each in found:
+        members += each.members if isinstance(each, OptimizerList) else [each]
     for member in members or [given]:
         if not isinstance(getattr(member, "param_groups", None), list) or not hasattr(
             member, "state"

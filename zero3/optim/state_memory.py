@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
 from ..guards.marks import StateMemory
+from .pieces import parts_of
 
 __all__: list[str] = []
 
@@ -32,10 +33,8 @@ def land_steps(states: Iterable[LayerState]) -> None:
     Raises:
         OSError: Some of it could not be written, now or earlier. Other ranks don't know of it.
     """
-    parameters = (
-        part.parameter for state in states for chunk in state.chunks for part in chunk.parts
-    )
-    for land in dict.fromkeys(memory.land for memory in map(_memory_of, parameters) if memory):
+    memories = map(_memory_of, parts_of(states))
+    for land in dict.fromkeys(memory.land for memory in memories if memory):
         land()
 
 

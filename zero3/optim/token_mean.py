@@ -111,9 +111,7 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
 
 
 def _not_a_count(tokens: Any) -> Exception | None:
-    """On an accelerator the host does not wait for the number: there `weigh` makes nan of a wrong
-    one.
-    """
+    """On an accelerator the host does not wait: there `weigh` makes nan of a wrong one."""
     if isinstance(tokens, Tensor):
         if tokens.numel() != 1:
             return ValueError(
@@ -229,9 +227,7 @@ def note(states: list[LayerState], total: Tensor) -> None:
 
 
 def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
-    """Returns the loss scaled such that the reduction's result is the sum over ranks, times
-    `share`.
-    """
+    """The loss, scaled such that the reduction gives the sum over ranks, times `share`."""
     mean = states[0].policy.gradient_reduction == "mean"
     return loss_sum * (share * (states[0].gradients.among.averaged_over if mean else 1)).to(
         loss_sum.dtype
@@ -239,9 +235,7 @@ def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) ->
 
 
 def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
-    """Returns the number of tokens that the gradients are the mean of, and 1. If they were zeroed
-    since, it returns `nothing`.
-    """
+    """The tokens that gradients are the mean of, and 1; or `nothing`, if they were zeroed since."""
     gradients = [gradient for account in accounts_of(states) for gradient in account.earlier]
     known = [
         (gradient, *noted)

@@ -32,19 +32,13 @@ RIDES_ALONG = 16
 
 @dataclass(eq=False)
 class Family:
-    """A layer's trainable parameters of one dtype. One chunk has the parameters that are cut,
-    another the whole ones.
-    """
+    """A layer's trainable parameters of one dtype: one chunk is cut, another has whole ones."""
 
     state: LayerState
     chunks: list[Chunk]
     slots: list[Slot]  # in the order of the model
     # the slots that will not train; None: training does not change
     frozen: frozenset[str] | None = None
-
-    @property
-    def layouts(self) -> list[ChunkLayout]:
-        return [chunk.layout for chunk in self.chunks]
 
 
 def families(
@@ -72,9 +66,7 @@ def families(
 def new_cuts(
     found: Sequence[Family], choice_of: Callable[[LayerState, Slot], Choice]
 ) -> list[tuple[Family, list[ChunkLayout]]]:
-    """Returns the families whose layouts have to change, with the new layouts. Owners are balanced
-    over the whole model.
-    """
+    """The families whose layouts change, with new ones. Owners are balanced over the model."""
     found = [family for family in found if not family.chunks[0].in_part]  # their cuts stay
     world_size = found[0].state.communicator.shards if found else 1
     if world_size == 1:
@@ -104,7 +96,8 @@ def new_cuts(
             named_slots = [(slot.name, slot.shape) for slot in slots]
             layouts.append(dealt(named_slots, [next(owners) for _ in slots], world_size))
         as_made = len(family.chunks) == 1 and family.chunks[0].layout.bounds is None
-        if layouts != family.layouts and not (as_made and not slots and not any(aligns)):
+        before = [chunk.layout for chunk in family.chunks]
+        if layouts != before and not (as_made and not slots and not any(aligns)):
             wanted.append((family, layouts))
     return wanted
 

@@ -4,8 +4,8 @@ it was asked to move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,28 +63,26 @@ class AbsentRanks:
         self.takes_pieces = pieces and self.shards > 1
         self.tags_messages = pieces or world_size == 1
         self._replicas = replicas
-        self._observer: Callable[[Event], object] = lambda event: None
+        self.tell: Callable[[Event], object] = lambda event: None
         self.making: Around = nullcontext
         self._resting: Around = nullcontext
         self._moving = 0  # bytes of the transfer that was asked for last
-        self._lands_at_once = not pieces
+        # whether what follows a transfer is given to its lane with it, as on a device with streams
+        self.lands_at_once = not pieces
         self._lanes: Lanes | None = None
         self._count = 0
 
     @property
     def averages(self) -> bool:
         """As NCCL does."""
-        return self._lands_at_once and self.world_size.bit_count() == 1
+        return self.lands_at_once and self.world_size.bit_count() == 1
 
     def count_as(self, *, making: Around, resting: Around) -> None:
         """`making`: around what is made for a transfer alone. `resting`: where chunks rest."""
         self.making, self._resting = making, resting
 
     def observed_by(self, observer: Callable[[Event], object]) -> None:
-        self._observer = observer
-
-    def tell(self, event: Event) -> None:
-        self._observer(event)
+        self.tell = observer
 
     # -- layers' transfers
 
@@ -102,13 +100,11 @@ class AbsentRanks:
         return _Adding(self, shard, pieces[self.shard_rank], self.shards)
 
     def sum_replicas(self, shard: Tensor) -> Pending:
-        """As that of `MeshCommunicator`. On gloo more than two replicas each add up a part, and
-        gather the parts.
-        """
+        """On gloo more than two replicas each add up a part, and gather the parts."""
         parts = self._replicas if self._replicas > 2 else 1
         own = shard[: -(-shard.numel() // parts)]
         self._move(2 * shard.nbytes * (self._replicas - 1) // self._replicas, own)
-        if self._lands_at_once or parts == 1:
+        if self.lands_at_once or parts == 1:
             return Done()
         with self.making():
             return _Adding(self, torch.empty_like(own), [shard], parts)
@@ -129,7 +125,7 @@ class AbsentRanks:
 
     def _move(self, nbytes: int, sent: Tensor) -> Pending:
         self._moving = nbytes
-        if not self._lands_at_once and self.world_size > 1:
+        if not self.lands_at_once and self.world_size > 1:
             with self.making():
                 # written, and read by the other ranks, while no tensor of this rank shows it
                 torch.empty_like(sent)
@@ -151,7 +147,7 @@ class AbsentRanks:
 
     def place_for(self, policy: ShardingPolicy, device: torch.device) -> OnPaper | None:
         """As on the planned device."""
-        where, on_gpu = rests_in(policy), self._lands_at_once
+        where, on_gpu = rests_in(policy), self.lands_at_once
         away = where == "disk" or (where == "cpu" and on_gpu)
         return OnPaper(self._resting, in_files=where == "disk", far=on_gpu) if away else None
 
@@ -160,13 +156,6 @@ class AbsentRanks:
 
     def room_on_disk(self, directory: str, nbytes: int) -> AbstractContextManager[object]:
         return nullcontext()
-
-    @property
-    def lands_at_once(self) -> bool:
-        """Whether what follows a transfer is given to its lane with it, as on a device with
-        streams.
-        """
-        return self._lands_at_once
 
     # -- what ranks tell each other
 
@@ -204,7 +193,7 @@ class SharingRanks(AbsentRanks):
         super().__init__(world_size, pieces=pieces, rank=rank, replicas=replicas)
         group = AbsentRanks(parts, pieces=False, rank=rank % parts)
         group._count = _OF_OTHERS
-        group.observed_by(self.tell)
+        group.observed_by(lambda event: self.tell(event))  # whoever observes the ranks then
         self.sequence_group = group
 
 
@@ -222,9 +211,7 @@ class _Said:
 
 
 class _Adding:
-    """A reduction that adds up when it is waited for: the rank's own summands, and those of the
-    others in the host's memory.
-    """
+    """A reduction that adds up, in the host's memory, when it is waited for."""
 
     def __init__(
         self, ranks: AbsentRanks, shard: Tensor, own: Sequence[Tensor], among: int
@@ -245,12 +232,8 @@ class _PaperLane:
     def __init__(self, ranks: AbsentRanks, kind: Kind) -> None:
         self._ranks, self._kind = ranks, kind
 
-    @contextmanager
-    def _issue(self) -> Iterator[None]:
-        yield
-
     def issue(self) -> AbstractContextManager[object]:
-        return self._issue()
+        return nullcontext()
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
         number = self._ranks.issued(self._kind)

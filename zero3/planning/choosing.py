@@ -29,7 +29,7 @@ def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
     """
     policy = setup.policy
     if trace.offloads:
-        here = setup.but(policy=replace(policy, offload=None))
+        here = setup.with_policy(offload=None)
         other = here.trace()
         if (needed := other.peak(setup.batch, setup.sequence, setup.accumulation)) <= room:
             return roomier(here, other, room, needed)
@@ -58,17 +58,11 @@ def _most_resident(setup: Setup, sums: list[int], room: int, peak: int) -> int |
     surely = sum(1 for nbytes in sums if nbytes <= room - peak + setup.policy.resident_bytes)
     found = None
     for number in range(max(surely, 1), len(sums) + 1):
-        if (
-            _peak_in(setup.but(policy=replace(setup.policy, resident_bytes=sums[number - 1])))
-            > room
-        ):
+        if _peak_in(setup.with_policy(resident_bytes=sums[number - 1])) > room:
             break
         found = sums[number - 1]
-    return (
-        found
-        if found is not None and found > max(setup.policy.resident_bytes, LEAST * sums[-1])
-        else None
-    )
+    enough = max(setup.policy.resident_bytes, LEAST * sums[-1])
+    return found if found is not None and found > enough else None
 
 
 def _peak_in(setup: Setup) -> int:

@@ -127,9 +127,7 @@ GPUS = MappingProxyType(
 
 
 def cluster_of(gpu: str, link: float) -> Cluster:
-    """The cluster of GPUs of a known kind, eight to a node, with a `link` in bytes a second
-    each.
-    """
+    """The cluster of known GPUs, eight to a node, with a `link` in bytes a second each."""
     if gpu.lower() not in GPUS:
         raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, found {gpu!r}")
     flops, memory_bandwidth, node_link, reached = GPUS[gpu.lower()]

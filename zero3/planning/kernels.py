@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..comm.plain_values import name_of
+
 __all__: list[str] = []
 
 _ATEN = torch.ops.aten
@@ -116,9 +118,7 @@ class _Attention(NamedTuple):
 
 
 def backward(loss: Tensor) -> None:
-    """As `loss.backward()`, which would leave a `TorchFunctionMode` for its time, and recompute
-    checkpoints without it.
-    """
+    """As `loss.backward()`, which would leave the mode, and recompute checkpoints without it."""
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,),
         (torch.ones_like(loss),),
@@ -186,9 +186,7 @@ def _dropout_on_cuda(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    """One kernel, which saves a mask of bytes. Elsewhere dropout is several operations, and saves
-    factors.
-    """
+    """One kernel, which saves a mask of bytes. Elsewhere several operations save factors."""
     if not training or p == 0.0 or inplace:
         return nn.functional.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -215,9 +213,7 @@ def _rms_norm_on_cuda(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """One kernel if the weight has the input's dtype. Elsewhere it is several operations, which
-    save their results.
-    """
+    """One kernel if the weight has the input's dtype. Elsewhere several save their results."""
     if weight is None or weight.dtype != input.dtype:
         return nn.functional.rms_norm(input, normalized_shape, weight, eps)
     result: Tensor = _RMSNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
@@ -257,7 +253,7 @@ def _chosen_by_cuda(asked: _Attention) -> tuple[str, str]:
     fewer = asked.enable_gqa and key.shape[1] != query.shape[1]
     if half and mask is None and one_size and query.shape[-1] <= 256:
         return _FLASH, ""
-    name = str(query.dtype).removeprefix("torch.")
+    name = name_of(query.dtype)
     why = "an attention mask" if mask is not None else "the heads' size" if half else name
     if fewer:
         return _MATH, f"{why} and grouped heads"

@@ -75,7 +75,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # the cause of what is made now; None: an activation, or logits
         self._cause: str | None = None
         self._clock = 0
-        self._now = 0
+        self.now = 0  # the bytes that are alive
         self.most_elsewhere = 0  # bytes
         self._totals: Counter[str] = Counter()
         self.moments: list[Moment] = []
@@ -120,18 +120,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._see_what_was_resized()
         self._clock += 1
         self.moments.append(
-            Moment(layer, phase, self._clock, self._now, self._totals.copy(), self._clock)
+            Moment(layer, phase, self._clock, self.now, self._totals.copy(), self._clock)
         )
-
-    @property
-    def now(self) -> int:
-        """The bytes that are alive now."""
-        return self._now
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """The bytes that are alive now, by cause."""
-        return {cause: self._totals[cause] for cause in CAUSES}
 
     @contextmanager
     def because(self, cause: str) -> Iterator[None]:
@@ -143,9 +133,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._cause = before
 
     def note(self, tensor: Tensor, cause: str | None = None) -> None:
-        """Writes down the tensor's storage, if it is new or has another size now. `cause`: its
-        cause from now on.
-        """
+        """Writes down the tensor's storage. `cause`: its cause from now on."""
         self._see_what_was_resized()
         storage = tensor.untyped_storage()
         address, size = storage._cdata, -(-storage.nbytes() // self._unit) * self._unit
@@ -193,15 +181,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if cause == ELSEWHERE:
             self.most_elsewhere = max(self.most_elsewhere, self._totals[cause])
             return
-        self._now += nbytes
-        if self.moments and self._now > self.moments[-1].peak:
+        self.now += nbytes
+        if self.moments and self.now > self.moments[-1].peak:
             moment = self.moments[-1]
-            moment.peak, moment.by_cause, moment.at = self._now, self._totals.copy(), self._clock
+            moment.peak, moment.by_cause, moment.at = self.now, self._totals.copy(), self._clock
 
     def _move(self, held: _Allocation, cause: str) -> None:
-        """What a storage is for may be known only after it was made: the moment's peak learns it
-        too.
-        """
+        """What a storage is for may be known later: the moment's peak learns it too."""
         if ELSEWHERE in (cause, held.cause):
             self._count(held.cause, -held.nbytes)
             self._count(cause, held.nbytes)

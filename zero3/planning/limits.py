@@ -93,19 +93,9 @@ def levels(setup: Setup, fitting: int) -> Iterator[list[Change]]:
     for with_training, training in _trainings(setup.but(policy=policy)):
         for with_ranks, ranks in _more_room(training):
             for with_bits, bits in _fewer_bits(ranks):
+                others = (*with_bits, *with_ranks, *with_training)
                 level = [
-                    Change(
-                        (
-                            *with_batch,
-                            *with_less,
-                            *options,
-                            *with_dtype,
-                            *with_bits,
-                            *with_ranks,
-                            *with_training,
-                        ),
-                        last,
-                    )
+                    Change((*with_batch, *with_less, *options, *with_dtype, *others), last)
                     for with_dtype, dtype in _compute_dtypes(bits)
                     for with_batch, batch in _smaller_batches(dtype)
                     for with_less, last in _checkpoints(batch)
@@ -122,35 +112,31 @@ def _thrifty(policy: ShardingPolicy) -> tuple[_Options, ShardingPolicy]:
     return options, replace(policy, stage=3, reshard_after_forward=True, resident_bytes=0)
 
 
+def _or(setup: Setup, other: Setup | None, *options: str) -> list[Change]:
+    """The setup as it is and, if there is one, the other."""
+    return [Change((), setup), *([] if other is None else [Change(options, other)])]
+
+
 def _checkpoints(setup: Setup) -> list[Change]:
-    more = (
-        [] if setup.checkpointing else [Change(("--checkpointing",), setup.but(checkpointing=True))]
-    )
-    return [Change((), setup), *more]
+    more = None if setup.checkpointing else setup.but(checkpointing=True)
+    return _or(setup, more, "--checkpointing")
 
 
 def _smaller_batches(setup: Setup) -> list[Change]:
-    one = setup.batch > 1 and setup.holds(1)
-    return [Change((), setup), *([Change(("--batch", "1"), setup.but(batch=1))] if one else [])]
+    one = setup.but(batch=1) if setup.batch > 1 and setup.holds(1) else None
+    return _or(setup, one, "--batch", "1")
 
 
 def _compute_dtypes(setup: Setup) -> list[Change]:
-    found = [Change((), setup)]
-    if setup.policy.param_dtype is None and any(
-        p.dtype == torch.float32 for p in setup.source.parameters()
-    ):
-        policy = replace(setup.policy, param_dtype=torch.bfloat16)
-        found.append(Change(("--dtype", "bf16"), setup.but(policy=policy)))
-    return found
+    wide = any(parameter.dtype == torch.float32 for parameter in setup.source.parameters())
+    may = setup.policy.param_dtype is None and wide
+    half = setup.with_policy(param_dtype=torch.bfloat16) if may else None
+    return _or(setup, half, "--dtype", "bf16")
 
 
 def _fewer_bits(setup: Setup) -> list[Change]:
-    found = [Change((), setup)]
-    if setup.may_quantize:
-        found.append(
-            Change(("--quantize", "nf4"), setup.but(policy=replace(setup.policy, quantize=NF4())))
-        )
-    return found
+    four = setup.with_policy(quantize=NF4()) if setup.may_quantize else None
+    return _or(setup, four, "--quantize", "nf4")
 
 
 def _more_room(setup: Setup) -> list[Change]:
@@ -162,18 +148,9 @@ def _more_room(setup: Setup) -> list[Change]:
             found.append(
                 Change(("--mesh", f"{replicas}x{shards}"), setup.but(mesh=(replicas, shards)))
             )
-    if (
-        setup.device == "cuda"
-        and setup.policy.offload is None
-        and setup.policy.gather_format is None
-    ):
+    if setup.device == "cuda" and setup.policy.offload is None:
         options, fewest = found[-1]
-        found.append(
-            Change(
-                (*options, "--offload", "cpu"),
-                fewest.but(policy=replace(setup.policy, offload="cpu")),
-            )
-        )
+        found.append(Change((*options, "--offload", "cpu"), fewest.with_policy(offload="cpu")))
     for ranks in [setup.ranks << doublings for doublings in range(1, 6)]:
         options = () if setup.mesh is None else ("--mesh", f"1x{ranks}")
         if ranks <= MANY_RANKS:
@@ -188,9 +165,5 @@ def _more_room(setup: Setup) -> list[Change]:
 
 def _trainings(setup: Setup) -> list[Change]:
     """The same, and adapters in place of a whole model."""
-    found = [Change((), setup)]
-    if setup.lora is None and all(
-        parameter.requires_grad for parameter in setup.source.parameters()
-    ):
-        found.append(Change(("--lora", "16"), setup.but(lora=16)))
-    return found
+    whole = all(parameter.requires_grad for parameter in setup.source.parameters())
+    return _or(setup, setup.but(lora=16) if whole and setup.lora is None else None, "--lora", "16")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import is_sharded
+from ..auto_wrap import embeddings_of
 from ..guards.module_overrides import Override
 from ..quantized.configured import configured_in
 from ..sequences.causal_lm import causal_lm_loss
@@ -124,9 +125,7 @@ def _from_config(directory: Path, dtype: torch.dtype | None, sees: bool) -> nn.M
 def prepare(
     model: nn.Module, *, lora: Any, checkpointing: bool, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The model as it would be given to `shard`: in training mode, with adapters of `dtype`, and
-    with checkpoints in its blocks.
-    """
+    """As it would be given to `shard`: it trains, has adapters of `dtype`, and checkpoints."""
     model.train()
     if lora is not None:
         model = _with_adapters(model, lora).to(dtype)
@@ -190,17 +189,8 @@ def unplanned(model: nn.Module, layers: list[str], *, images: bool) -> str:
 
 def vocabulary_of(model: nn.Module) -> int:
     """The last dimension of the model's logits. 0: not known."""
-    weight = getattr(output_embeddings_of(model), "weight", None)
+    weight = getattr(embeddings_of(model, "output"), "weight", None)
     return int(weight.shape[0]) if isinstance(weight, Tensor) else 0
-
-
-def output_embeddings_of(model: nn.Module) -> Any:
-    """The module that makes the logits. None: not known."""
-    return (
-        model.get_output_embeddings()  # type: ignore[operator]
-        if callable(getattr(model, "get_output_embeddings", None))
-        else None
-    )
 
 
 def chunked_loss_of(
@@ -231,9 +221,7 @@ def tile_blocks(model: nn.Module, length: int, join: Callable[..., Tensor]) -> N
 
 
 def loss_of(model: nn.Module, batch: int, sequence: int, inputs: Inputs = words_alone) -> Tensor:
-    """The loss of one micro-batch, as a trainer computes it. `inputs`: what the model is called
-    with.
-    """
+    """The loss of one micro-batch, as a trainer computes it. `inputs`: what it is called with."""
     given = inputs(batch, sequence)
     try:
         loss: Tensor = model(labels=_labels(given["input_ids"]), use_cache=False, **given).loss

@@ -33,9 +33,7 @@ def words_alone(batch: int, sequence: int) -> Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """`count` square pictures in each micro-batch, of so many pixels a side. A row's own come one
-    after another.
-    """
+    """So many square pictures in each micro-batch. A row's own come one after another."""
 
     count: int
     side: int

@@ -96,7 +96,6 @@ def plan(
         ValueError: An argument is out of range, nothing trains, or the model is sharded or no model
             of transformers; or transformers makes none from that config.json.
         TypeError: An argument has the wrong type.
-        NotImplementedError: The policy has an option that plans do not know.
         RuntimeError: transformers, or peft for `lora`, is not installed; or the model's forward
             asks for values.
 

@@ -4,16 +4,15 @@ is written down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.chunk import Chunk
 from ..core.gradient_types import reduce_deferred
 from ..offload.one_by_one import narrowed, step_of
+from ..optim.several import held_by
 from ..scratch.regions import pinned_nbytes
 from .ledger import ELSEWHERE, Ledger
 
@@ -21,9 +20,7 @@ __all__: list[str] = []
 
 
 class OnPaper:
-    """A place without memory. `resting`: around what is made in it. `far`: the planned device
-    is a GPU.
-    """
+    """A place without memory. `resting`: around what is made. `far`: the device is a GPU."""
 
     rests = True
     norm_order = None
@@ -54,22 +51,11 @@ class OnPaper:
         passed = self.allocate(values.numel(), values.dtype) if self._in_files else values.detach()
         return into.copy_(passed)
 
-    def belong_to(self, chunk: Chunk) -> None:
-        return None
+    def go_on(self, *_: object, **__: object) -> None:
+        """Nothing has to come, to be written or to be waited for."""
 
-    def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:
-        return None
-
-    def go_on(self) -> None:
-        return None
-
-    check_process = rest_gradients = go_on
-
-    def is_used_at_once(self, by: Callable[[], bool]) -> None:
-        return None
-
-    def note_short(self, is_short: bool) -> None:
-        return None
+    belong_to = settle = check_process = rest_gradients = is_used_at_once = note_short = go_on
+    reserve = bring = rest = read_ahead = write = soon = go_on
 
     def keep(self, gradient: Tensor) -> Tensor:
         return (
@@ -77,20 +63,6 @@ class OnPaper:
             if self._in_files
             else gradient
         )
-
-    def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
-        return None
-
-    def bring(self, tensor: Tensor, *, to_write: bool) -> None:
-        return None
-
-    def rest(self, values: Tensor) -> None:
-        return None
-
-    read_ahead = write = rest
-
-    def soon(self, chunk: Chunk) -> None:
-        return None
 
     def is_away(self, tensor: Tensor) -> bool:
         return False
@@ -103,19 +75,14 @@ def step_by_turns(optimizer: torch.optim.Optimizer, ledger: Ledger, *, far: bool
     State lies in files when it is made. (In the step that makes it, it may be counted. That one is
     in no plan.)
     """
-    reduce_deferred(
-        parameter.grad for group in optimizer.param_groups for parameter in group["params"]
-    )
+    reduce_deferred(parameter.grad for parameter in held_by(optimizer))
     own = step_of(type(optimizer))
     with ledger.because(ELSEWHERE if far else "optimizer"), narrowed(optimizer) as narrow:
         for group in list(optimizer.param_groups):
             for parameter in list(group["params"]):
                 narrow([(group, [parameter])])
                 own(optimizer)
-    for tensor in _state_of(optimizer):
-        ledger.note(tensor, ELSEWHERE)
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    kept = (value for state in optimizer.state.values() for value in state.values())
-    return (value for value in kept if isinstance(value, Tensor) and value.ndim)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.ndim:
+                ledger.note(value, ELSEWHERE)

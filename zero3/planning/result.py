@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any
 
@@ -120,20 +120,16 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `--json` prints: the attributes under their names, without `moments`."""
-        return {
-            "peak_bytes": self.peak_bytes, "by_cause": dict(self.by_cause), "unknown":
-            list(self.unknown), "where": self.where,
-            "memory": self.memory, "fits": self.fits, "largest_batch": self.largest_batch,
-            "largest_sequence": self.largest_sequence,
-            "advice": list(self.advice), "advised_bytes": self.advised_bytes, "policy":
-            repr(self.policy), "seconds": self.seconds,
-            "attention": dict(self.attention), "parameters": self.parameters, "trainable":
-            self.trainable,
-            "after_forward": self.after_forward, "offloaded_bytes": self.offloaded_bytes,
-            "memory_meant": self.memory_meant, "unplanned": self.unplanned, "dtypes":
-            dict(self.dtypes),
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
+        return found | {
+            "by_cause": dict(self.by_cause),
+            "unknown": list(self.unknown),
+            "advice": list(self.advice),
+            "policy": repr(self.policy),
+            "attention": dict(self.attention),
+            "dtypes": dict(self.dtypes),
             "towers": None if self.towers is None else self.towers._asdict(),
-        }  # fmt: skip
+        }
 
     def compare(self, policies: Iterable[ShardingPolicy]) -> list[Comparison]:
         """Plans the same with other policies, and ranks them: what fits before what does not, the
@@ -237,9 +233,7 @@ class Plan:
 
 
 def _is_one_of(policy: ShardingPolicy, found: Iterable[ShardingPolicy]) -> bool:
-    """Whether a layer has it. (A format that it does not name may come from the model's
-    configuration.)
-    """
+    """Whether a layer has it. (The model's configuration may bring a format.)"""
     return any(
         policy == (other if policy.quantize else replace(other, quantize=None)) for other in found
     )
@@ -263,115 +257,71 @@ def _title(plan: Plan, setup: Setup) -> str:
     )
 
 
-def _rows(plan: Plan, setup: Setup) -> list[_Row]:
+def _rows(plan: Plan, setup: Setup) -> Iterator[_Row]:
     """One for each cause, then what limits, what fits, and what would."""
-    lines = [
-        _row("dtypes", "", "; ".join(f"{what} {kind}" for what, kind in plan.dtypes.items())),
-        *(
-            _row(cause.replace("_", " "), gib(plan.by_cause[cause]))
-            for cause in CAUSES
-            if plan.by_cause[cause]
-        ),
-        _row("peak", gib(plan.peak_bytes), f"in the {plan.where}; most of it {_most(plan)}"),
-    ]
+    yield "dtypes", "", "; ".join(f"{what} {kind}" for what, kind in plan.dtypes.items())
+    for cause in CAUSES:
+        if plan.by_cause[cause]:
+            yield cause.replace("_", " "), gib(plan.by_cause[cause]), ""
+    yield "peak", gib(plan.peak_bytes), f"in the {plan.where}; most of it {_most(plan)}"
     if plan.unknown[1]:
         low, high = (gib(end) for end in plan.unknown)
         what = ["CUDA's context, NCCL, fragmentation"] if setup.device == "cuda" else []
         what += ["all tokens to one rank's experts"] if setup.policy.expert_parallel else []
-        lines.append(_row("and on top", f"{low} to {high}", f"{'; '.join(what)}: estimates"))
+        yield "and on top", f"{low} to {high}", f"{'; '.join(what)}: estimates"
     if plan.offloaded_bytes:
-        where = (
-            "host memory" if setup.policy.offload == "cpu" else f"files in {setup.policy.offload}"
-        )
-        lines.append(
-            _row(
-                "offloaded",
-                gib(plan.offloaded_bytes),
-                f"rests in {where}: chunks, gradients, the optimizer's state",
-            )
-        )
-    lines += _of_towers(plan.towers)
+        offload = setup.policy.offload
+        where = "host memory" if offload == "cpu" else f"files in {offload}"
+        rests = f"rests in {where}: chunks, gradients, the optimizer's state"
+        yield "offloaded", gib(plan.offloaded_bytes), rests
+    yield from _of_towers(plan.towers)
     if plan.unplanned:
-        lines.append(_row("not planned", plan.unplanned))
-    lines += _fitting(plan)
+        yield "not planned", plan.unplanned, ""
+    yield from _fitting(plan)
     if plan.attention:
-        lines.append(
-            _row(
-                "attention",
-                ", ".join(f"{name}, {count} calls" for name, count in plan.attention.items()),
-            )
-        )
+        calls = (f"{name}, {count} calls" for name, count in plan.attention.items())
+        yield "attention", ", ".join(calls), ""
     if plan.fits and plan.policy != setup.policy:
-        lines.append(_row("faster", repr(plan.policy), "fits too, and moves less"))
+        yield "faster", repr(plan.policy), "fits too, and moves less"
     if plan.seconds is not None:
         tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
-        sure = "an estimate to compare settings by" + (
-            "; with replicas mostly too long" if setup.replicas > 1 else ""
-        )
-        lines.append(
-            _row(
-                "a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank: {sure}"
-            )
-        )
+        sure = "an estimate to compare settings by"
+        sure += "; with replicas mostly too long" if setup.replicas > 1 else ""
+        yield "a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank: {sure}"
     elif plan.cluster is not None:
-        lines.append(
-            _row(
-                "a step", "not known", "plans do not know how fast what is offloaded comes and goes"
-            )
-        )
-    return lines
+        unknown = "plans do not know how fast what is offloaded comes and goes"
+        yield "a step", "not known", unknown
 
 
-def _of_towers(towers: Towers | None) -> list[_Row]:
+def _of_towers(towers: Towers | None) -> Iterator[_Row]:
     if towers is None:
-        return []
+        return
     moves = f"text on all ranks moves none of them, in {towers.text_exchanges} exchanges at gates"
-    lines = [_row("towers", f"{towers.layers} layers", f"{', '.join(towers.names)}: {moves}")]
+    yield "towers", f"{towers.layers} layers", f"{', '.join(towers.names)}: {moves}"
     if towers.image_bytes is not None:
         more = f"more to each rank if any has these images, in {towers.exchanges} exchanges"
-        lines.append(_row("images move", gib(towers.image_bytes), f"{more}, a micro-batch"))
-    return lines
+        yield "images move", gib(towers.image_bytes), f"{more}, a micro-batch"
 
 
-def _fitting(plan: Plan) -> list[_Row]:
+def _fitting(plan: Plan) -> Iterator[_Row]:
     if plan.memory is None:
-        return []
+        return
     left = plan.memory - plan.peak_bytes - plan.unknown[1]
     verdict = (
         f"fits, and leaves {gib(left)}" if plan.fits else f"does not fit: {gib(-left)} too much"
     )
-    lines = [
-        _row(
-            "memory",
-            gib(plan.memory),
-            verdict + (f" ({plan.memory_meant})" if plan.memory_meant else ""),
-        )
-    ]
+    meant = f" ({plan.memory_meant})" if plan.memory_meant else ""
+    yield "memory", gib(plan.memory), f"{verdict}{meant}"
     batch, sequence = plan.largest_batch or "none fits", plan.largest_sequence or "less than 128"
-    lines.append(
-        _row(
-            "largest batch",
-            f"{batch}",
-            f"at this sequence; largest sequence at this batch: {sequence}",
-        )
-    )
+    most = f"at this sequence; largest sequence at this batch: {sequence}"
+    yield "largest batch", f"{batch}", most
     if plan.advice and plan.advised_bytes is not None:
-        lines.append(_row("it fits with", " ".join(plan.advice), f"peak {gib(plan.advised_bytes)}"))
+        yield "it fits with", " ".join(plan.advice), f"peak {gib(plan.advised_bytes)}"
     elif not plan.fits:
-        lines.append(
-            _row(
-                "it fits with",
-                "nothing that was tried",
-                "smaller batches, checkpoints, bf16, offload, more ranks, adapters, four bits",
-            )
-        )
-    return lines
+        tried = "smaller batches, checkpoints, bf16, offload, more ranks, adapters, four bits"
+        yield "it fits with", "nothing that was tried", tried
 
 
 def _most(plan: Plan) -> str:
     cause = max(CAUSES, key=lambda cause: plan.by_cause[cause])
     return f"{cause.replace('_', ' ')} ({plan.by_cause[cause] / plan.peak_bytes:.0%})"
-
-
-def _row(name: str, value: str, remark: str = "") -> _Row:
-    return name, value, remark

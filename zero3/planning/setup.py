@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from ..layer import states_in
 from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
 from ..quantized.formats import NF4
+from ..shard import logging_only
 from ..towers.entering import towers_of
 from .alike import Alike
 from .cluster import Cluster, replay
@@ -42,18 +43,6 @@ MOST = MappingProxyType(
         "sequence_parallel": 1 << 16,
     }
 )
-
-# The fields of a policy that a trace follows. Another one that is set is refused by name.
-FOLLOWED = frozenset(
-    {
-        "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "stage", "dynamic",
-        "gradient_reduction", "ignored",
-        "reshard_after_forward", "prefetch_depth", "separate_backup_group", "transactional",
-        "compare_every", "grad_dtype", "quantize",
-        "gather_format", "reduce_format", "group_adapters", "resident_bytes", "offload",
-        "master_dtype", "expert_parallel",
-    }
-)  # fmt: skip
 
 _REPLAYED = 8  # micro-batches; each one more takes as long as the last of them
 
@@ -84,12 +73,10 @@ class Telling:
     @contextmanager
     def until_over(self) -> Iterator[None]:
         """Context, after which the line is empty again. Inside, the log does not repeat itself."""
-        log, seen = logging.getLogger("zero3"), self._is_new
-        log.addFilter(seen)
         try:
-            yield
+            with logging_only(self._is_new):
+                yield
         finally:
-            log.removeFilter(seen)
             if self._shown:
                 self._write("")
             self._shown = False
@@ -178,16 +165,6 @@ class Setup:
         if not isinstance(self.policy, ShardingPolicy):
             raise TypeError(
                 f"policy must be a zero3.ShardingPolicy, found {type(self.policy).__name__}"
-            )
-        unknown = [
-            f.name
-            for f in fields(self.policy)
-            if f.name not in FOLLOWED and getattr(self.policy, f.name) != f.default
-        ]
-        if unknown:
-            raise NotImplementedError(
-                "plans do not know "
-                f"{', '.join(f'ShardingPolicy({name}=...)' for name in unknown)} yet"
             )
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)}, found {self.device!r}")
@@ -318,6 +295,10 @@ class Setup:
     def but(self, **changes: Any) -> Setup:
         """The same with other choices."""
         return replace(self, **changes)
+
+    def with_policy(self, **changes: Any) -> Setup:
+        """The same with other fields of its policy."""
+        return self.but(policy=replace(self.policy, **changes))
 
 
 def _check_mesh(mesh: Any, ranks: int) -> None:

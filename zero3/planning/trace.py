@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from ..access import get_trainable_chunk, states_of
 from ..auto_wrap import Layers
+from ..comm.plain_values import name_of
+from ..conductors.conducted import Through
 from ..core.autograd import as_plain_tensors, inside_backward
 from ..core.chunk import Chunk
-from ..core.collectives import Collective, Conductor, Fetch, Gather, Look, Reduce
+from ..core.collectives import Collective, Fetch, Gather, Look, Reduce
 from ..core.layer_state import LayerState, accounts_of
 from ..experts.at_home import AtHome
 from ..faces.quantised import weight_of
-from ..faces.recipes import QuantizedWeight
 from ..policy import ShardingPolicy, gradient_dtype
-from ..shard import shard
+from ..shard import logging_only, shard
 from ..towers.gates import Gate
 from .absent import AbsentRanks, Awaited, Issued, SharingRanks
 from .alike import Alike
@@ -46,6 +47,11 @@ OptimizerClass = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def _ignore(*_: object) -> None:
     return None
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    """What the log says of a model that is sharded is for those who train it: plans shard many."""
+    return False
 
 
 class Trace:
@@ -89,7 +95,7 @@ class Trace:
         self.trainable = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        with self._counting(), self.ledger.because("chunks"), _without_advice():
+        with self.ledger, self.kernels, self.ledger.because("chunks"), logging_only(_nothing):
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
@@ -102,7 +108,9 @@ class Trace:
         self._observer = _Observer(self.ledger, [self._root, *states])
         for state in states:
             self._observer.watch(state)
-        for codec in {id(weight.codec): weight.codec for weight in _quantized_in(states)}.values():
+        weights = (weight_of(each.sites) for state in states for each in state.parameters)
+        codecs = {id(weight.codec): weight.codec for weight in weights if weight is not None}
+        for codec in codecs.values():
             codec.choose_slices(self._alike.first)
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         if device == "cuda" and not self.offloads:
@@ -148,20 +156,18 @@ class Trace:
                 chunk, weight = each.chunk, weight_of(each.sites)
                 trains = chunk.shard.requires_grad
                 found["masters" if trains else "frozen"].append(chunk.stored_as)
-                found["compute"].append(_named(weight.dtype if weight else chunk.compute_dtype))
+                found["compute"].append(name_of(weight.dtype if weight else chunk.compute_dtype))
                 if trains:
                     sums = gradient_dtype(state.policy, chunk.compute_dtype)
                     kind = state.policy.reduce_format
-                    found["reduction"].append(_named(sums) if kind is None else kind.name)
+                    found["reduction"].append(name_of(sums) if kind is None else kind.name)
         return {what: ", ".join(dict.fromkeys(kinds)) for what, kinds in found.items() if kinds}
 
     @property
     def frozen_buffers(self) -> list[int]:
-        """The bytes of the full buffers of frozen parameters, in the order in which they may stay
-        (`resident_bytes`): the root's first.
-        """
+        """Bytes of frozen full buffers, in the order in which they may stay: the root's first."""
         ordered = sorted(self._chunks, key=lambda each: each[0] is not self._root)
-        return [_full_nbytes(chunk) for _, chunk in ordered if not chunk.shard.requires_grad]
+        return [chunk.full_nbytes for _, chunk in ordered if not chunk.shard.requires_grad]
 
     @property
     def _homes(self) -> list[AtHome]:
@@ -177,7 +183,7 @@ class Trace:
         micro_batches = min(accumulation, 2)
         for home in self._homes:
             home.expect(crowded=crowded)
-        with self._counting():
+        with self.ledger, self.kernels:
             if not self._peaks:  # the order of layers, and the optimizer's state, are learned first
                 self._step(batch, sequence, 1)
             self.ledger.begin_anew()
@@ -200,9 +206,7 @@ class Trace:
         return self._peaks[*sizes, crowded]
 
     def events(self, batch: int, sequence: int, accumulation: int = 1) -> list[Any]:
-        """What a step after the first does, in order: `Work` of compute, and transfers that are
-        issued and awaited.
-        """
+        """What a step after the first does, in order: compute, transfers, waits."""
         return repeated(
             self.micro_batches(batch, sequence, min(accumulation, STEADY)), accumulation
         )
@@ -221,7 +225,7 @@ class Trace:
         self.ranks.observed_by(lambda event: found[-1].append(event))
         self._begins = lambda: found.append([])
         try:
-            with self._counting():
+            with self.ledger, self.kernels:
                 self._step(batch, sequence, number)
         finally:
             self._begins = _ignore
@@ -232,9 +236,7 @@ class Trace:
     def moved(
         self, loss: Callable[[int, int], Tensor], batch: int, sequence: int
     ) -> tuple[int, int]:
-        """The bytes that come to this rank in a step of one micro-batch, whose `loss` is another,
-        and the exchanges at gates.
-        """
+        """Bytes that come to this rank in a step with another `loss`, and exchanges at gates."""
         given, before = self._loss, self._observer.exchanges
         self._loss = loss
         try:
@@ -254,23 +256,13 @@ class Trace:
             self._observer.stepped = False
         self.ledger.begin("", "optimizer's step")
         with fused_on_meta():
-            self._step_optimizer()
+            if self.offloads:
+                step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
+            else:
+                with self.ledger.because("optimizer"):
+                    self.optimizer.step()
         self._observer.stepped = True
         self.optimizer.zero_grad()
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self.ledger)
-            stack.enter_context(self.kernels)
-            yield
-
-    def _step_optimizer(self) -> None:
-        if self.offloads:
-            step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
-            return
-        with self.ledger.because("optimizer"):
-            self.optimizer.step()
 
     def _step_as_on_cuda(self) -> None:
         """torch's optimizers step all parameters together there, unless they are told otherwise."""
@@ -299,7 +291,7 @@ class _Observer:
 
     def watch(self, state: LayerState) -> None:
         state.meta_buffers.clear()
-        state.conducted_by(_Observed(self, state.conductor))
+        state.conducted_by(Through(self.conduct, state.conductor))
         for chunk in state.chunks:
             chunk.unloaded.clear()  # values never come
             self._ledger.note(chunk.shard, ELSEWHERE if chunk.store.rests else "chunks")
@@ -312,7 +304,18 @@ class _Observer:
     def _came(self, gradient: Tensor) -> None:
         self._ledger.note(gradient, "gradients")
 
-    def tell(self, what: Collective) -> None:
+    def conduct(self, what: Collective, perform: Callable[[], Any]) -> Any:
+        self._tell(what)
+        if not isinstance(what, Look):
+            return perform()
+        what.forget(  # the answer that values would give
+            (state, chunk)
+            for state, chunk in what.staying()
+            if not chunk.full.filled or (self.stepped and chunk.shard.requires_grad)
+        )
+        return None
+
+    def _tell(self, what: Collective) -> None:
         """It begins."""
         for account in self._accounts:
             for tensor in account.held:
@@ -335,28 +338,6 @@ class _Observer:
                 for tensor in tensors_in((gradient.full, gradient.summed, gradient.work)):
                     self._ledger.claim(tensor, "transfers")
 
-    def look(self, what: Look) -> None:
-        """The answer that values would give."""
-        what.forget(
-            (state, chunk)
-            for state, chunk in what.staying()
-            if not chunk.full.filled or (self.stepped and chunk.shard.requires_grad)
-        )
-
-
-class _Observed:
-    """Tells the observer what a layer does."""
-
-    def __init__(self, observer: _Observer, inner: Conductor) -> None:
-        self._observer = observer
-        self.inner = inner
-
-    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
-        self._observer.tell(what)
-        if isinstance(what, Look):
-            return self._observer.look(what)
-        return self.inner.conduct(what, absent=absent)
-
 
 def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.Optimizer:
     if not chunks:
@@ -368,17 +349,6 @@ def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.
             f"{type(made).__name__}"
         )
     return made
-
-
-def _quantized_in(states: Iterable[LayerState]) -> Iterator[QuantizedWeight]:
-    for state in states:
-        for sharded in state.parameters:
-            if (weight := weight_of(sharded.sites)) is not None:
-                yield weight
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _name_of(state: LayerState) -> str:
@@ -407,22 +377,7 @@ def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
     return found + [later(event, accumulation - STEADY) for event in last]
 
 
-def _full_nbytes(chunk: Chunk) -> int:
-    return chunk.full_nbytes
-
-
 def peak_of(moments: list[Moment]) -> tuple[int, dict[str, int]]:
     """The most bytes that were alive, and what for."""
     highest = max(moments, key=lambda moment: moment.peak)
     return highest.peak, {cause: highest.by_cause[cause] for cause in CAUSES}
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """What the log says of a model that is sharded is for those who train it: plans shard many."""
-    log, nothing = logging.getLogger("zero3"), lambda record: False
-    log.addFilter(nothing)
-    try:
-        yield
-    finally:
-        log.removeFilter(nothing)

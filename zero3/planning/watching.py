@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -84,10 +83,6 @@ class Heap:
         return None
 
 
-def counter_for(device: torch.device) -> Counter:
-    return DeviceMemory(device) if has_streams(device) else Heap()
-
-
 class Watch:
     """Hooks around a model's forward.
 
@@ -105,16 +100,18 @@ class Watch:
     ) -> None:
         self._peak, self._after_forward, self._micro_batches = peak, after_forward, micro_batches
         first = states_of(model)[0]
-        self._rank, self._counter = first.communicator.rank, counter or counter_for(first.device)
+        self._rank = first.communicator.rank
+        device = first.device
+        self._counter = counter or (DeviceMemory(device) if has_streams(device) else Heap())
         # what is there beside the model
-        self._others = self._counter.now() - _held_by(model, first.device)
+        self._others = self._counter.now() - _held_by(model, device)
         self._calls, self._most = 0, 0
         self._hooks = [  # the model holds the watch by them, and not the other way round
-            model.register_forward_pre_hook(partial(_before, self)),
-            model.register_forward_hook(partial(_after, self)),
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after),
         ]
 
-    def before(self, module: nn.Module) -> None:
+    def _before(self, module: nn.Module, args: object) -> None:
         """A forward begins: the first micro-batch's of a step, or another's."""
         if not (module.training and torch.is_grad_enabled()):
             return
@@ -127,7 +124,7 @@ class Watch:
         elif step > 1 and not step & (step - 1):  # a peak is not lost in between
             self._look(self._peak, step, "at the peak of a step")
 
-    def after(self, module: nn.Module) -> None:
+    def _after(self, module: nn.Module, args: object, output: object) -> None:
         """A forward is over, and its outputs are there."""
         if not (module.training and torch.is_grad_enabled()) or self._counter.keeps_peak:
             return
@@ -153,14 +150,6 @@ class Watch:
             "sequence, the policy and the optimizer that it has.",
             stacklevel=2,
         )
-
-
-def _before(watch: Watch, module: nn.Module, args: object) -> None:
-    watch.before(module)
-
-
-def _after(watch: Watch, module: nn.Module, args: object, output: object) -> None:
-    watch.after(module)
 
 
 def _held_by(model: nn.Module, device: torch.device) -> int:

@@ -107,9 +107,7 @@ def _narrow(func: Any, args: Sequence[Any]) -> int:
 
 
 def _attention(args: Sequence[Any], *, backward: bool) -> int:
-    """As torch counts that of other devices: two products in forward, five in backward, each of all
-    pairs.
-    """
+    """As torch counts it elsewhere: two products in forward, five in backward, of all pairs."""
     query, key = args[1:3] if backward else args[0:2]
     product = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
     return int(product * (5 if backward else 2))

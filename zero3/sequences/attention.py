@@ -43,10 +43,7 @@ def attentions_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def check_model(model: nn.Module, ranks: int) -> None:
-    """
-    Raises:
-        ValueError: Its sequences can't be divided over so many ranks. It names why.
-    """
+    """Raises ValueError, and names why, if its sequences can't be divided over so many ranks."""
     config = text_config(model)
     if config is None:
         return
@@ -230,11 +227,7 @@ def read_of_transformers(module: nn.Module, forward: Any, args: Any, kwargs: Any
 
 
 def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments, by their names.
-
-    Raises:
-        ValueError: They have none, as in wrappers that pass them on.
-    """
+    """Positional arguments by name. Raises ValueError if they have none, as in wrappers."""
     found = inspect.signature(forward).parameters.values()
     names = [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names):
@@ -243,10 +236,7 @@ def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]
 
 
 def _check_call(module: nn.Module, given: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: What the call asks for can't be had with parts of sequences.
-    """
+    """Raises ValueError if a call asks for what can't be had with parts of sequences."""
     if given.get("labels") is not None:
         check_labels(module)
     if given.get("use_cache"):

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..auto_wrap import embeddings_of
 from ..core.parameters import unwrapped
+from .attention import text_config
 from .chunks import Classes, mean_of
-from .head import check_head, output_head, sum_of_losses
+from .head import check_head, sum_of_losses
 from .parts import check_labels, check_reduction
 
 __all__: list[str] = []
@@ -110,7 +112,7 @@ def is_by_chunks(model: nn.Module, batch: Any) -> bool:
     if any(map(_is_of_users, type(_base_of(model)).__mro__)):
         return False
     try:
-        check_head(output_head(model))
+        check_head(embeddings_of(model, "output"))
     except TypeError:
         return False
     return True
@@ -118,11 +120,9 @@ def is_by_chunks(model: nn.Module, batch: Any) -> bool:
 
 def other_loss(model: nn.Module, batch: Any) -> str | None:
     """Why the loss of a model is not the cross entropy of what its head returns. None: it is."""
-    if output_head(model) is None:
+    if embeddings_of(model, "output") is None:
         return "it has no output embeddings (get_output_embeddings)"
-    config = getattr(model, "config", None)
-    asked = getattr(config, "get_text_config", None)
-    text = asked() if callable(asked) else config
+    text = text_config(model) or getattr(model, "config", None)
     for name in _CHANGE:
         if getattr(text, name, None) not in (None, 1, 1.0, False):
             return f"it changes its logits after its head ({name} of its configuration)"
@@ -161,7 +161,7 @@ def _is_of_users(kind: type) -> bool:
 
 def _through(model: nn.Module, classes: Classes, batch: dict[str, Any]) -> Tensor:
     """The model's forward, whose head returns the sum of the losses in place of logits."""
-    head: Any = output_head(model)
+    head: Any = embeddings_of(model, "output")
     inner, made = check_head(head), list[Tensor]()
 
     def compute(x: Tensor) -> Tensor:

@@ -96,10 +96,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        """
-        Raises:
-            RuntimeError: It is the second one of a loss that is reduced.
-        """
+        """Raises RuntimeError if it is the second one of a loss that is reduced."""
         classes, reduced, dtype, bias = ctx.rest
         if reduced:
             made, ctx.made = ctx.made, None
@@ -123,9 +120,7 @@ class _Chunked(torch.autograd.Function):
 def _by_chunks(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, classes: Classes, counts: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """For each chunk: its rows, their logits in the dtype of `counts`, targets, and how much they
-    count.
-    """
+    """For each chunk: rows, logits in the dtype of `counts`, targets, and how much they count."""
     (n, width), scores = inputs.shape, weight.shape[0]
     step = max(1, min(n, max(_FEWEST, n * width // (2 * scores))))
     for start in range(0, max(n, 1), step):
@@ -140,9 +135,7 @@ def _losses(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class _Gradients:
-    """The gradients of inputs, weight and bias, as far as they are needed. Those of several chunks
-    are added up in float32.
-    """
+    """Of inputs, weight and bias, as far as needed. Those of several chunks add up in float32."""
 
     def __init__(
         self, needed: tuple[bool, ...], inputs: Tensor, weight: Tensor, wide: torch.dtype

@@ -28,10 +28,7 @@ __all__: list[str] = []
 
 
 def check_dividable(model: nn.Module, ranks: int, policies: Sequence[Any]) -> None:
-    """
-    Raises:
-        ValueError: The sequences of a model, or with a policy, can't be divided.
-    """
+    """Raises ValueError if the sequences of a model, or with a policy, can't be divided."""
     for policy in policies:
         for name in ("expert_parallel", "dynamic"):
             if getattr(policy, name, False):
@@ -43,16 +40,14 @@ def check_dividable(model: nn.Module, ranks: int, policies: Sequence[Any]) -> No
 
 
 def divide_sequences(model: nn.Module, root: LayerState, process_group: Any) -> None:
-    """From now on each rank of the mesh's `sp` holds a part. All ranks call it, before the model
-    gets its root.
-    """
+    """Each rank of `sp` holds a part from now on. All ranks call it, before there is a root."""
     parts = Parts(shares_sequences(process_group, root.communicator, root.device), root)
     of_transformers = text_config(model) is not None
     attentions = attentions_of(model) if of_transformers else {}
     for module in plain_modules(model):
         module._zero3_parts = parts  # type: ignore[assignment]
     for module, name in attentions.items():
-        Override(module, "forward", _Counted(parts, name))
+        Override(module, "forward", partial(_note_run, parts, name))
     for _, module in own_modules(model, is_layer):
         if module is model or "input_ids" in inspect.signature(module.forward).parameters:
             read = read_of_transformers if of_transformers else read_own
@@ -63,15 +58,12 @@ def divide_sequences(model: nn.Module, root: LayerState, process_group: Any) -> 
         use_registries(model)
 
 
-class _Counted:
-    """An attention notes that it runs."""
-
-    def __init__(self, parts: Parts, name: str) -> None:
-        self._parts, self._name = parts, name
-
-    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._parts.ran[module] = self._name
-        return forward(*args, **kwargs)
+def _note_run(
+    parts: Parts, name: str, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Around an attention's forward."""
+    parts.ran[module] = name
+    return forward(*args, **kwargs)
 
 
 def _refuse_outside_of_resident(
@@ -111,11 +103,7 @@ def enter_forward(
 
 
 def read_own(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Beginning:
-    """Of a model of one's own, whose first tensor is `[B, part, ...]`.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Of a model of one's own. Raises ValueError if its first tensor is not `[B, part, ...]`."""
     tensors = tensors_in((args, kwargs))
     if not tensors or tensors[0].dim() < 2:
         raise ValueError(

@@ -69,7 +69,7 @@ class Exchange:
 
     def perform(self) -> list[Tensor]:
         measured, tensors = self.mine
-        flat = torch.cat([part for rank in self._sent(measured, tensors) for part in rank])
+        flat = torch.cat(self._sent(measured, tensors))
         return self._taken(measured, tensors, self._swap(measured, flat))
 
     def take_part(self) -> None:
@@ -97,9 +97,9 @@ class Exchange:
         each = zip(self.heads, self.widths, strict=True)
         return sum(len(heads[rank]) * width for heads, width in each)
 
-    def _sent(self, of: Measured, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """For each rank, the bytes of all tensors."""
-        found = []
+    def _sent(self, of: Measured, tensors: list[Tensor]) -> list[Tensor]:
+        """Rank by rank, the bytes of all tensors."""
+        found: list[Tensor] = []
         starts = (0, *accumulate(of.lengths))
         for rank, length in enumerate(of.lengths):
             parts = (
@@ -108,7 +108,7 @@ class Exchange:
                 else tensor.narrow(2, starts[rank], length)
                 for tensor, heads in zip(tensors, self.heads, strict=True)
             )
-            found.append([_bytes(part) for part in parts])
+            found += [part.contiguous().view(-1).view(torch.uint8) for part in parts]
         return found
 
     def _swap(self, of: Measured, flat: Tensor) -> list[Tensor]:
@@ -149,9 +149,7 @@ def _some(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def _joined(pieces: list[Tensor], heads: Heads) -> Tensor:
-    """The pieces of all ranks, head by head. Those of a head that several ranks had are added up,
-    in float32.
-    """
+    """All ranks' pieces, head by head; a head that several ranks had is added up in float32."""
     flat = [head for own in heads for head in own]
     if flat == list(range(len(flat))):
         return torch.cat(pieces, 1)
@@ -163,10 +161,6 @@ def _joined(pieces: list[Tensor], heads: Heads) -> Tensor:
         for place, head in enumerate(own):
             total[:, head].add_(piece[:, place])
     return total.to(first.dtype)
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return part.contiguous().view(-1).view(torch.uint8)
 
 
 class _Swapped(torch.autograd.Function):

@@ -93,11 +93,7 @@ def linear_cross_entropy(
 
 
 def check_head(head: Any) -> Any:
-    """The `Linear` or the `Embedding` that a head is.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """The `Linear` or the `Embedding` that a head is. Raises TypeError if it is neither."""
     inner = unwrapped(head) if isinstance(head, nn.Module) else head
     kind = type(inner)
     plain = isinstance(inner, nn.Linear) and kind.forward is nn.Linear.forward
@@ -109,16 +105,6 @@ def check_head(head: Any) -> Any:
         + (", an adapter of peft, which computes beside the head: leave the head out of "
            "target_modules and modules_to_save" if adapted else "")
     )  # fmt: skip
-
-
-def output_head(model: nn.Module) -> nn.Module | None:
-    """What `get_output_embeddings()` of a model returns."""
-    asked: Any = getattr(model, "get_output_embeddings", None)
-    try:
-        found = asked() if callable(asked) else None
-    except (NotImplementedError, AttributeError):  # models without a head answer so
-        return None
-    return found if isinstance(found, nn.Module) else None
 
 
 def sum_of_losses(rows: Tensor, head: Any, classes: Classes) -> Tensor:
@@ -164,9 +150,7 @@ def _autocast_dtype(rows: Tensor) -> torch.dtype | None:
 
 
 def _as_autocast(rows: Tensor, head: Any) -> tuple[Tensor, Any, Any]:
-    """In the dtype in which autocast would let a linear layer compute: products by chunks ask for
-    one dtype.
-    """
+    """In the dtype of autocast's linear layers: products by chunks ask for one dtype."""
     bias = getattr(head, "bias", None)
     if (dtype := _autocast_dtype(rows)) is None:
         return rows, head.weight, bias

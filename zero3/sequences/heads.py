@@ -10,11 +10,7 @@ Heads = tuple[tuple[int, ...], ...]  # for each rank, in the ranks' order
 
 
 def query_heads(count: int, ranks: int) -> Heads:
-    """Equal numbers of consecutive heads.
-
-    Raises:
-        ValueError: They can't be divided.
-    """
+    """Equal numbers of consecutive heads. Raises ValueError if they can't be divided."""
     if count % ranks:
         raise ValueError(
             f"sequence parallelism over {ranks} ranks (sp) divides the heads of attention, and "

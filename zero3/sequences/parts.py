@@ -65,7 +65,8 @@ class Measure:
         return found
 
     def take_part(self) -> None:
-        self.parts.measure_absent()
+        """After a failure, or without data."""
+        self.parts.measure(Beginning(), None, _ABSENT)
 
 
 class Parts:
@@ -137,10 +138,7 @@ class Parts:
                 tensor.grad_fn.register_prehook(begin)
 
     def check_exchanged(self, what: str) -> None:
-        """
-        Raises:
-            RuntimeError: An attention ran, and did not exchange.
-        """
+        """Raises RuntimeError if an attention ran, and did not exchange."""
         missing = [name for module, name in self.ran.items() if module not in self.exchanged]
         if missing or not self.exchanged:
             named = f"attention {missing[0]!r} of this" if missing else "no attention of this"
@@ -152,19 +150,13 @@ class Parts:
 
     # -- what ranks do together
 
-    def measure(self, call: Beginning, error: Exception | None) -> Measured:
+    def measure(self, call: Beginning, error: Exception | None, who: int = _COMPUTES) -> Measured:
         has = _MASK * (call.mask is not None) | _POSITIONS * (call.positions is not None)
-        told = self._tell(call, has | _MISTAKE * (error is not None), _COMPUTES)
+        told = self._tell(call, has | _MISTAKE * (error is not None), who)
         if error is not None:
             raise error
         self._check(told)
         return self._complete(told, call)
-
-    def measure_absent(self) -> None:
-        """Takes part after a failure, or without data."""
-        told = self._tell(Beginning(), 0, _ABSENT)
-        self._check(told)
-        self._complete(told, Beginning())
 
     def _tell(self, call: Beginning, has: int, who: int) -> list[tuple[int, int, int, int]]:
         root = self.layer()
@@ -359,10 +351,7 @@ def _numbered(positions: Tensor) -> Tensor | None:
 
 
 def check_whole(tensors: Sequence[Tensor]) -> None:
-    """
-    Raises:
-        ValueError: A rank computes for itself, and was given a part.
-    """
+    """Raises ValueError if a rank computes for itself, and was given a part."""
     if any(hasattr(tensor, "zero3_cut") for tensor in tensors):
         raise ValueError(
             "inside of zero3.resident each rank has whole sequences, and this batch was cut "
@@ -376,10 +365,7 @@ def padded(tensor: Tensor, missing: int, value: int) -> Tensor:
 
 
 def check_reduction(module: nn.Module, reduction: str) -> None:
-    """
-    Raises:
-        ValueError: The mean is asked for, and ranks hold parts of sequences.
-    """
+    """Raises ValueError if the mean is asked for, and ranks hold parts of sequences."""
     if reduction == "mean" and (parts := parts_of(module)) is not None and parts.active:
         raise ValueError(
             'reduction="mean" in a model whose ranks hold parts of sequences (sp): the mean over a '
@@ -389,10 +375,7 @@ def check_reduction(module: nn.Module, reduction: str) -> None:
 
 
 def check_labels(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: Ranks hold parts of sequences, so labels can't be shifted on a rank.
-    """
+    """Raises ValueError if ranks hold parts of sequences: no rank can shift labels alone."""
     if (parts := parts_of(model)) is not None and parts.active:
         raise ValueError(
             "labels= in a model whose ranks hold parts of sequences (sp): they would be shifted "

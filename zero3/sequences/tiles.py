@@ -77,10 +77,7 @@ def tile(module: M, length: int | None) -> M:
 
 
 def _check_no_layers(module: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: There are layers inside. (So are experts at home: each tile would exchange.)
-    """
+    """Raises ValueError if there are layers inside, or experts: each tile would exchange."""
     if any(layer is not module for layer in layers_of(module)):
         raise ValueError(
             f"there are layers inside of this {type(unwrapped(module)).__name__}, which each tile "

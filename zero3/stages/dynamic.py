@@ -4,12 +4,15 @@ transfers of these layers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
 
 from ..comm.agreement import agree
-from ..core.autograd import inside_backward
+from ..core.autograd import checkpoint_around, inside_backward
 from ..core.layer_state import LayerState
 from ..core.schedule import ForwardOrder, Passes
 
@@ -83,6 +86,12 @@ class DynamicOrder:
         self._depth = depth
         # layer that this rank leaves out -> the tick at which its call began
         self._passed_over: dict[LayerState, int] = {}
+        # the checkpoint around the call of the layer that was entered last
+        self._checkpoint: weakref.ref[Any] | None = None
+
+    @property
+    def is_recomputed(self) -> bool:
+        return checkpoint_around() is not None
 
     def forget_pass(self) -> None:
         self._passed_over.clear()
@@ -101,13 +110,26 @@ class DynamicOrder:
 
     def begin(self, *, continues: bool) -> None:
         self._order.begin()
+        self._checkpoint = None
 
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
         """Called before a layer's forward: makes the transfers of the layers left out before it.
         Returns the layers to prefetch.
         """
+        self._check_checkpoint(state)
         self._pass_over(self._order.until(state, begins=True), passes, state)
         return self._order.upcoming(self._depth)
+
+    def _check_checkpoint(self, state: LayerState) -> None:
+        around = checkpoint_around() if torch.is_grad_enabled() else None
+        if around is not None and self._checkpoint is not None and self._checkpoint() is around:
+            raise ValueError(
+                f"layer {state.label} is called in one checkpoint with another layer. With "
+                "ShardingPolicy(dynamic=True) a checkpoint holds one layer, because a rank "
+                "gathers all layers of a checkpoint to recompute it, and the others, which leave "
+                "out some, do not. Put a checkpoint around each layer."
+            )
+        self._checkpoint = None if around is None else weakref.ref(around)
 
     def recompute(self, state: LayerState) -> list[LayerState]:
         """Called in place of `enter` inside a backward.

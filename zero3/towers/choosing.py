@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..auto_wrap import called_in
+from ..auto_wrap import called_in, embeddings_of
 from ..core.parameters import is_callable, own_module_name
 
 __all__: list[str] = []
@@ -122,7 +122,7 @@ def _beside_the_language_model(model: nn.Module) -> list[nn.Module]:
     language = next(iter(_outermost(model, {type(text)})), None)
     if language is None or not kinds:
         return []
-    embedding, head = (_asked(model, f"get_{way}_embeddings") for way in ("input", "output"))
+    embedding, head = embeddings_of(model, "input"), embeddings_of(model, "output")
     found: list[nn.Module] = []
     for around in model.modules():
         if around is language or not any(inner is language for inner in around.modules()):
@@ -145,10 +145,3 @@ def _outermost(module: nn.Module, kinds: set[type]) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _outermost(child, kinds)
-
-
-def _asked(model: nn.Module, question: str) -> object:
-    try:
-        return getattr(model, question)()
-    except (NotImplementedError, AttributeError):  # models without embeddings answer so
-        return None

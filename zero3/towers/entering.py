@@ -114,10 +114,7 @@ def _gates_in(model: nn.Module) -> list[Gates]:
 
 
 def refuse_towers(model: nn.Module, caller: str, reason: str) -> None:
-    """
-    Raises:
-        ValueError: The model has towers. Every rank raises it.
-    """
+    """Raises ValueError on every rank if the model has towers."""
     if found := towers_of(model):
         raise ValueError(
             f"{caller}: this model has towers, which not every rank calls ({', '.join(found)}), "

@@ -261,9 +261,7 @@ class Gates:
 
     @property
     def counts_every_call(self) -> bool:
-        if self._call is not None:
-            return self._call.records
-        return self._pass.recorded or self.counts_without_graph
+        return (self._call is None and self._pass.recorded) or self.counts_without_graph
 
     @property
     def counts_without_graph(self) -> bool:
@@ -271,6 +269,10 @@ class Gates:
             return self._call.records
         # Its recomputation opens what this rank has attended since: no hook does it here.
         return not torch.is_grad_enabled() and self._checkpoint is not None
+
+    @property
+    def is_recomputed(self) -> bool:
+        return self._checkpoint is not None or (self._call is not None and self._call.records)
 
     @property
     def _checkpoint(self) -> object | None:
@@ -282,14 +284,18 @@ class Gates:
         return last is not None and (around := last()) is not None and around is self._checkpoint
 
     def _come_to_checkpoint(self, *, same: bool) -> None:
-        """A layer is called now, or a tower's module. Those that are called in one checkpoint are
-        recomputed together.
-        """
-        around = self._checkpoint
-        self._pass.checkpoint = None if around is None else weakref.ref(around)
+        """Layers and modules that are called in one checkpoint are recomputed together."""
         if not same:
             self._pass.since = self._passes.now
             self._passes.unite(inf)
+        self._follow(same=True)
+
+    def _follow(self, *, same: bool) -> None:
+        """`same`: what has come so far, and what comes in the checkpoint that is around this rank
+        now, are recomputed together.
+        """
+        around = self._checkpoint if same else None
+        self._pass.checkpoint = None if around is None else weakref.ref(around)
 
     def forget_pass(self) -> None:
         self._pass, self._call = Pass(), None
@@ -309,30 +315,22 @@ class Gates:
         call = self._call
         if call is None:
             self._come_to_checkpoint(same=(same := self._is_same_checkpoint))
-            if same and not torch.is_grad_enabled():  # on all ranks
+            if same:  # on all ranks
                 self._passes.unite(self._pass.since)
             return self._trunk.enter(state, passes)
         event = Event(state, begins=True)
         before, call.checkpoint = call.checkpoint, self._checkpoint
         if before is not None and before is call.checkpoint:
             self._pass.together = True
-        if call.known is None:
-            self._tell_layer(call, event)
-        else:
-            self._pass_over(call, event)
+        self._come_to(call, event)
         return call.ahead(self._depth)
 
     def recompute(self, state: LayerState) -> list[LayerState]:
         return self._trunk.recompute(state)
 
     def leave(self, state: LayerState, passes: Passes) -> None:
-        if (call := self._call) is None:
-            return
-        event = Event(state, begins=False)
-        if call.known is None:
-            self._tell_layer(call, event)
-        else:
-            self._pass_over(call, event)
+        if (call := self._call) is not None:
+            self._come_to(call, Event(state, begins=False))
 
     def finish(self, first: LayerState, passes: Passes) -> None:
         self._pass.active = False
@@ -391,13 +389,12 @@ class Gates:
             asked = self._ask(Message(0, place & 0xFFFFFFFF, 0, digest), at, lines)
             if not asked.number:
                 self._pass.compared = self._pass.compared or last
+                self._follow(same=asked.same_checkpoint)
                 return
             self._attend(asked)
 
     def _done(self) -> tuple[int, Callable[[], Sequence[str]]]:
-        """What ranks compare at the end of a forward. Under `Join` they have made different
-        transfers before it.
-        """
+        """What ranks compare at the end of a forward. Under `Join` earlier transfers differ."""
         runtime, (first, *_) = self._passes, self._passes.layers
         recorded = runtime.recorded()
         transfers = first.log.digest if first.communicator is runtime.communicator else 0
@@ -477,7 +474,9 @@ class Gates:
 
     def _attend(self, asked: NextCall) -> None:
         """Takes part in a call that other ranks make."""
+        same = self._is_same_checkpoint
         call = self._begin(asked)
+        self._follow(same=same)  # a checkpoint here does not recompute it
         try:
             with torch.set_grad_enabled(asked.records):
                 if call.known is not None:
@@ -498,8 +497,11 @@ class Gates:
         self._tell(_END)
         self._known[call.number] = call.events
 
-    def _tell_layer(self, call: TowerCall, event: Event[LayerState]) -> None:
-        """In a tower's first call."""
+    def _come_to(self, call: TowerCall, event: Event[LayerState]) -> None:
+        """In a tower's first call, the others are told."""
+        if call.known is not None:
+            self._pass_over(call, event)
+            return
         self._tell(2 * self._passes.layers.index(event.layer) + event.begins)
         call.events.append(event)
 

@@ -25,9 +25,7 @@ class StateChanges:
         self._taken: list[tuple[int, Tensor | None, int]] = []
 
     def take(self, *, only_if: bool) -> None:
-        """Notes the state after a round. It has to be the same before the next round, unless
-        `only_if` is False.
-        """
+        """Notes the state after a round, which has to stay until the next one, if `only_if`."""
         self._taken = self._now() if only_if else []
 
     def forget(self) -> None:
@@ -48,18 +46,14 @@ class StateChanges:
         return any(chunk.divided for state in self._states for chunk in state.chunks)
 
     def gradients(self) -> list[int]:
-        """The number of gradients, and the number of layers that keep sums for a later backward to
-        reduce.
-        """
+        """How many gradients there are, and layers with sums that are not reduced yet."""
         return [
             sum(_reduced(part) is not None for part in parts_of(self._states)),
             sum(state.gradients.owed() for state in self._states),
         ]
 
     def follow(self, gradients: int, owed: int) -> None:
-        """Takes the numbers of `gradients` and `owed` on ranks with data. If one of them is 0, this
-        rank drops its own too.
-        """
+        """Drops what ranks with data have dropped, by their numbers of `gradients` and `owed`."""
         mine, kept = self.gradients()
         if kept and not owed:
             for account in accounts_of(self._states):
@@ -77,7 +71,5 @@ class StateChanges:
 
 
 def _reduced(part: Tensor) -> Tensor | None:
-    """The gradient of earlier backwards. A `step_guard`, and gradients that are kept, put another
-    object into its place.
-    """
+    """That of earlier backwards. Guards, and kept gradients, put another object into its place."""
     return part.grad.earlier if isinstance(part.grad, DeferredGradient) else part.grad

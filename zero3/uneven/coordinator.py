@@ -15,19 +15,17 @@ All ranks take each step together, because each rank has its own chunks to updat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ..comm.communicator import Communicator
-from ..conductors.conducted import ConductedCommunicator, unconducted
+from ..conductors.conducted import ConductedCommunicator, Through, unconducted
 from ..core.collectives import (
     Activity,
     Agree,
     Collective,
     CompareLogs,
-    Conductor,
     Gather,
     Look,
     Reduce,
@@ -60,17 +58,6 @@ _CAUGHT = (
 )
 
 
-class _ByCoordinator:
-    """Gives a layer's collectives to the coordinator."""
-
-    def __init__(self, coordinator: JoinCoordinator, inner: Conductor) -> None:
-        self._coordinator = coordinator
-        self.inner = inner
-
-    def conduct(self, what: Collective, *, absent: bool = False) -> Any:
-        return self._coordinator.conduct(what, partial(self.inner.conduct, what, absent=absent))
-
-
 class JoinCoordinator:
     """Conducts a model's collectives inside `Join`, on one rank."""
 
@@ -87,7 +74,7 @@ class JoinCoordinator:
         listed = [*_listed(runtimes), *more]
         self._announcements = Announcements(listed, control, states[0].device)
         self._runtimes = tuple(runtimes)
-        self._joined: dict[LayerState, _ByCoordinator] = {}
+        self._joined: dict[LayerState, Through] = {}
         self._control = control
         self._step = step
         self._divide_by_all = True
@@ -113,13 +100,8 @@ class JoinCoordinator:
         returns False if `Join` is disabled.
         """
         self._notify, self._divide_by_all = notify, divide_by_all
-        self.on, self._over, self._scope, self._round, self._announces = (
-            True,
-            False,
-            None,
-            None,
-            False,
-        )
+        self.on, self._over, self._announces = True, False, False
+        self._scope = self._round = None
         self._changes.forget()
         for state in self._states:
             joined = self._join(state)
@@ -140,10 +122,10 @@ class JoinCoordinator:
             if state in joined:
                 state.no_longer_by(joined[state])
             state.communicate_by(unconducted(state.communicator))
-            _average_over(state, self._control.world_size)
+            state.gradients.average_over(self._control.world_size)
 
-    def _join(self, state: LayerState) -> _ByCoordinator:
-        self._joined[state] = joined = _ByCoordinator(self, state.conductor)
+    def _join(self, state: LayerState) -> Through:
+        self._joined[state] = joined = Through(self.conduct, state.conductor)
         state.conducted_by(joined)
         return joined
 
@@ -297,9 +279,7 @@ class JoinCoordinator:
                 self._follows = False
 
     def _hold(self) -> None:
-        """From now on gradients are staged, as on the ranks with data, which are in a
-        `step_guard`.
-        """
+        """Gradients are staged from now on, as on ranks that are in a `step_guard`."""
         for state in self._states if not self._holds else ():
             state.gradients.begin_guard()
         self._holds = True
@@ -353,8 +333,10 @@ class JoinCoordinator:
             if found.guarded:
                 self._hold()
         self._note_order(found.together, waiting=found.waiting > 0)
+        # the others have no data
+        among = self._control.world_size if self._divide_by_all else found.number
         for state in self._states:
-            _average_over(state, self._control.world_size if self._divide_by_all else found.number)
+            state.gradients.average_over(among)
         return found.together
 
     def _fail(self, text: str) -> NoReturn:
@@ -430,10 +412,3 @@ def _listed(runtimes: Sequence[Runtime]) -> list[Collective]:
         CountTokens(first),
         EndGuard(first),
     ]
-
-
-def _average_over(state: LayerState, ranks: int) -> None:
-    """From now on the layer's gradients are the mean over `ranks` ranks, because the others have no
-    data.
-    """
-    state.gradients.average_over(ranks)

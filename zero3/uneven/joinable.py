@@ -176,9 +176,7 @@ class JoinableModel(Joinable):
 
 
 def runtimes_of(model: nn.Module) -> list[Runtime]:
-    """The runtimes of all layers in `model`. They are made here, because a rank without data runs
-    no forward to make its own.
-    """
+    """Of all layers. They are made here: a rank without data runs no forward to make its own."""
     if isinstance(model, Zero3Sequential):
         return [model._shared_runtime()]
     if any(layer._runtime is None for layer in layers_of(model)):

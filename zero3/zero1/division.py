@@ -66,14 +66,8 @@ class Spread:
         return self.whole or self.parameter.numel() <= 1
 
     def cut(self, share: Share, tensor: Tensor) -> Tensor:
-        """Returns a view of this share of the parameter, or of a tensor that lies in memory as the
-        parameter does.
-        """
+        """A view of this share of the parameter, or of a tensor that lies in memory as it does."""
         return tensor.detach() if self.shaped else flat(tensor.detach())[share.start : share.stop]
-
-    def give_to(self, index: int) -> None:
-        """Gives all of it to one rank."""
-        self.whole, self.shares = True, [Share(index, 0, self.parameter.numel())]
 
     def move_to(self, run: Tensor) -> None:
         """Makes the parameter a view of a bucket's elements, with its values and strides."""
@@ -86,9 +80,7 @@ class Spread:
         self._return()
 
     def hold(self, index: int) -> None:
-        """Makes the local optimizer's parameters of the rank of number `index`, which is this one,
-        from its shares.
-        """
+        """Makes the local optimizer's parameters from this rank's shares. `index`: this rank."""
         self.shares.sort(key=lambda share: share.index)
         for share in (share for share in self.shares if share.index == index):
             values = self.cut(share, self.parameter)
@@ -111,9 +103,7 @@ class Spread:
             local.grad = None
 
     def _return(self) -> None:
-        """Puts the parameter back into its bucket, with its new values, if other code has replaced
-        its `.data`.
-        """
+        """Puts the parameter and its new values back, if other code has replaced its `.data`."""
         if self.place is not None and self.place.data_ptr() != self.parameter.data_ptr():
             self.place.copy_(self.parameter.detach())
             _point(self.parameter, self.place)
@@ -191,7 +181,7 @@ def divide(spreads: Sequence[Spread], packing: Packing, owned: list[int]) -> lis
         if spread.whole or not spread.parameter.numel() or not is_gapless(spread.parameter):
             owner = owned.index(min(owned))
             owned[owner] += spread.parameter.nbytes
-            spread.give_to(owner)
+            spread.whole, spread.shares = True, [Share(owner, 0, spread.parameter.numel())]
     kinds: dict[tuple[torch.device, torch.dtype], list[Spread]] = {}
     for spread in spreads:
         if not spread.whole:

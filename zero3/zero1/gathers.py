@@ -59,9 +59,7 @@ class Gathers:
                     parameter.copy_(values)
 
     def finish(self) -> None:
-        """Waits for the gathers that `start` began, and gives back their shared memory until the
-        next step.
-        """
+        """Waits for what `start` began, and gives back the shared memory until the next step."""
         while self._pending:
             self._wait_for_oldest()
         for communicator in self._ranks.on.values():
@@ -116,9 +114,7 @@ class Gathers:
 
 
 def _along(buckets: Iterable[Bucket], index: int) -> Iterator[tuple[Spread, Share, slice]]:
-    """Yields each share of a rank with its place in a buffer that holds the rank's runs side by
-    side.
-    """
+    """Yields a rank's shares, with their places in a buffer that holds its runs side by side."""
     begin = 0
     for bucket in buckets:
         for spread, share in bucket.runs[index]:

@@ -30,9 +30,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Copies the options of each group, which a schedule or the caller may have set, to another's
-    groups.
-    """
+    """Copies the options of each group, which a schedule may have set, to another's groups."""
     for theirs, ours in zip(source, target, strict=True):
         ours.update(options_of(theirs))
 
@@ -42,16 +40,12 @@ class EvaluatesAgain(RuntimeError):
 
 
 class LocalOptimizers:
-    """Makes optimizers of one class, and tries whether they may have shares of the parameters,
-    before any state is made.
-    """
+    """Makes optimizers of one class, and tries first whether they may have shares."""
 
     def __init__(
         self, optimizer_class: Callable[..., Any], defaults: dict[str, Any], *, one_by_one: bool
     ) -> None:
-        """`defaults`: options for `optimizer_class`. `one_by_one`: steps are made for a few
-        parameters at a time.
-        """
+        """`defaults`: for `optimizer_class`. `one_by_one`: each step is for a few parameters."""
         self.optimizer_class, self.defaults = optimizer_class, defaults
         self._one_by_one = one_by_one
 
@@ -77,10 +71,8 @@ class LocalOptimizers:
             ValueError: The results differ, the optimizer evaluates a closure several times, or
                 `optimizer_class` makes no optimizer. Errors of `optimizer_class` pass through.
         """
-        name, first = (
-            getattr(self.optimizer_class, "__name__", str(self.optimizer_class)),
-            group["params"][0],
-        )
+        name = getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
+        first = group["params"][0]
         ndims = sorted({parameter.ndim for parameter in group["params"]})
         small = torch.zeros((1,) * first.ndim, dtype=first.dtype, device=first.device)
         made = self.make([{**options_of(group), "params": [small]}])
@@ -160,9 +152,7 @@ def _takes_keywords(optimizer: Optimizer) -> bool:
 
 
 class _AsStepped:
-    """An optimizer whose steps are made as `ZeroRedundancyOptimizer` makes them. `alone`: for one
-    parameter at a time.
-    """
+    """Steps as `ZeroRedundancyOptimizer` makes them. `alone`: for one parameter at a time."""
 
     def __init__(
         self,

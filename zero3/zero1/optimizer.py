@@ -270,9 +270,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         taken: dict[nn.Parameter, dict[str, Any]] = {}
 
         def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            """Runs after the caller's hooks. It leaves no state in the dict, so that torch copies
-            only the options.
-            """
+            """After the caller's hooks. It leaves no state, so that torch copies only options."""
             taken.update(
                 own_state(
                     shards, [group["params"] for group in given["param_groups"]], given["state"]
@@ -347,9 +345,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._shards
 
     def _shadow(self) -> None:
-        """Takes part in a step of the other ranks. With overlap, DDP's own hook for ranks without
-        data does it.
-        """
+        """Takes part in a step of the others. With overlap, DDP's own hook does it."""
         if self._overlap is None:
             self._opened.step(self.param_groups, {}, joined=True)
             self._consolidated = (0, None)
@@ -368,9 +364,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ]
 
     def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
-        """Tries the optimizer with the options of these groups. `keywords`: those of `step()`, when
-        they are known.
-        """
+        """Tries the optimizer with these groups' options. `keywords`: of `step()`, when known."""
         tried = True
         for number in numbers:
             if (group := self.param_groups[number])["params"]:

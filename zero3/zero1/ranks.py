@@ -24,9 +24,7 @@ _ACTIVE, _JOINED, _FAILED = range(3)
 
 
 class Ranks:
-    """One communicator for each device of the parameters, `on` it. Small things are exchanged on
-    the first `device`.
-    """
+    """One communicator for each device (`on`). Small things are exchanged on the first one."""
 
     def __init__(self, on: dict[torch.device, Communicator]) -> None:
         self.on = on
@@ -63,9 +61,7 @@ class Ranks:
     def agree(
         self, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer"
     ) -> None:
-        """Returns if all ranks pass the same lines and no error. Otherwise every rank raises the
-        same error.
-        """
+        """Returns if all pass the same lines and no error. Otherwise all raise the same error."""
         agree(
             self.first,
             self.device,

@@ -19,9 +19,7 @@ __all__: list[str] = []
 
 
 class Shards:
-    """The parameters in the order of their groups, the local optimizer, and the buckets that bring
-    updates to all ranks.
-    """
+    """Parameters in the order of groups, the local optimizer, and buckets that bring updates."""
 
     def __init__(self, ranks: Ranks, packing: Packing) -> None:
         self.ranks = ranks
