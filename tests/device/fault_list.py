@@ -338,11 +338,12 @@ FAULTS = [
     Fault(
         "counts of tokens travel beside compute",
         "experts/at_home.py",
-        "        self._among.all_to_all(received, words).wait()\n",
+        "        self._among.all_to_all(received, words).wait()\n        found: list[list[int]] = torch.stack([words, received])",
         # what is read then is any number, and memory is taken for so many rows: 1023 at most
         "        with torch.Stream(words.device):\n"
         "            self._among.all_to_all(received, words).wait()\n"
-        "        received &= 1023 | 1023 << _PAIRS | 255 << _LENGTHS | 1 << _NEEDS\n",
+        "        received = received & (1023 | 1023 << _PAIRS | 255 << _LENGTHS | 1 << _NEEDS)\n"
+        "        found: list[list[int]] = torch.stack([words, received])",
         "experts_at_home",
     ),
 ]
