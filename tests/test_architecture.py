@@ -24,9 +24,10 @@ PACKAGE = ROOT / "zero3"
 
 # The house from the ground up. A room is a folder, or a file at the package's top; it imports from rooms on lower floors alone.
 FLOORS = (
-    {"comm", "quantized", "scratch", "tables"},
+    {"casting", "comm", "quantized", "scratch", "tables"},
     {"policy"},
     {"core"},
+    {"modules"},
     {"experts", "guards", "stores", "wires", "stages", "faces", "conductors", "pinning"},
     {"build"},
     {"layer", "auto_wrap"},

@@ -16,7 +16,7 @@ import zero3
 from tests.support.reference import Turn, by_shard, check_parity
 from tests.support.stacks import WIDTH, Block, Stack, built, train
 from zero3.auto_wrap import choose, tied_across
-from zero3.core.parameters import find_parameters
+from zero3.modules import find_parameters
 
 
 def chosen(model: nn.Module) -> list[str]:

@@ -15,10 +15,11 @@ from .core.autograd import inside_backward
 from .core.collectives import Use
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState, check_process
-from .core.parameters import ShardedParameter, named, plain_modules
+from .core.parameters import ShardedParameter
 from .guards.calls import transformable
 from .guards.marks import state_of
 from .layer import layers_of, runtimes_in, states_in
+from .modules import named, plain_modules
 from .pinning import Pin, pin, refuse_to_write, write_back
 
 __all__: list[str] = []

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from .core.parameters import CONTAINERS, dotted, is_callable, own_modules
 from .core.sites import ParameterSites
+from .modules import CONTAINERS, dotted, is_callable, own_modules
 
 __all__: list[str] = []
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from .access import states_of
-from .core.parameters import unwrapped
 from .guards.module_overrides import Override
 from .layer import Zero3Layer, enter_root, layers_of, root_entered, run_in
+from .modules import unwrapped
 from .sequences.dividing import enter_forward, read_own
 from .sequences.parts import parts_of
 from .towers.entering import follow

@@ -27,7 +27,6 @@ from .core.autograd import (
     transforms_under_way,
 )
 from .core.layer_state import LayerState
-from .core.parameters import WRAPPED, own_module_name, own_modules
 from .core.runtime import ForwardPass, Pace, Runtime
 from .core.schedule import OwnOrder
 from .guards.calls import check_requires_grad, refuse_transforms
@@ -44,6 +43,7 @@ from .guards.module_overrides import (
     refuse_state_dict,
 )
 from .guards.wrappers import ATTENTION, refuse_context_parallel, refuse_ulysses, refuse_wrappers
+from .modules import WRAPPED, own_module_name, own_modules
 from .policy import ShardingPolicy, unlike
 from .stages.dynamic import DynamicOrder
 

@@ -18,9 +18,9 @@ from .checkpoint.random_state import generators, restore
 from .comm.agreement import agree
 from .comm.communicator import is_first
 from .core.layer_state import LayerState
-from .core.parameters import named
 from .initial_values.layers import Command, Commands, Hand
 from .initial_values.others import Others
+from .modules import named
 
 __all__: list[str] = []
 

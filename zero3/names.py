@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from .access import states_of
-from .core.parameters import own_name, parameters_of, unwrapped, wrapped_in
+from .core.parameters import parameters_of
 from .layer import is_layer
+from .modules import own_name, unwrapped, wrapped_in
 
 __all__: list[str] = []
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .core.layer_state import LayerState
-from .core.parameters import ShardedParameter, named
+from .core.parameters import ShardedParameter
+from .modules import named
 
 __all__: list[str] = []
 

@@ -25,21 +25,21 @@ from .comm.communicator import is_first
 from .comm.factory import host_communicator, parts_over
 from .core.layer_state import LayerState
 from .core.layout import megabytes
-from .core.parameters import (
-    find_parameters,
-    is_callable,
-    own_module_name,
-    own_modules,
-    parameters_of,
-    plain_modules,
-    unwrapped,
-)
+from .core.parameters import parameters_of
 from .core.sites import ParameterSites
 from .guards.compiled import check_compiled
 from .guards.module_overrides import Override, guard, refuse_merges
 from .guards.unshardable import check_parameters
 from .guards.wrappers import refuse_ulysses
 from .layer import Zero3Layer, adopt, enter_root, is_layer, layers_of, put
+from .modules import (
+    find_parameters,
+    is_callable,
+    own_module_name,
+    own_modules,
+    plain_modules,
+    unwrapped,
+)
 from .policy import ShardingPolicy, unlike
 from .quantized.configured import configured_in
 from .sequences.dividing import check_dividable, divide_sequences

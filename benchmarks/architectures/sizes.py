@@ -11,7 +11,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero3.auto_wrap import choose, tied_across
-from zero3.core.parameters import find_parameters
+from zero3.modules import find_parameters
 
 from .tiny import model_types
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.core.test_precision import BF16, FP32, FP64, WIDTH, batch, blocks, in_layers, loss_of
 from tests.support.ordering import EchoCommunicator, FakeDevice
 from zero3 import ShardingPolicy, Zero3Layer
-from zero3.core.casting import cast
+from zero3.casting import cast
 
 
 @dataclass

@@ -14,8 +14,8 @@ import zero3
 from tests.support.models import WIDTH, WORLDS, Weights, calls, linear, mean_square, rows, seeded
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import Turn, as_one_layer, check_parity, in_sequence, on_ranks, process_group, unsharded
-from zero3.core.parameters import own_name
 from zero3.guards import unshardable
+from zero3.modules import own_name
 
 X = rows(3)
 

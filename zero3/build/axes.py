@@ -10,7 +10,7 @@ from torch import nn
 from ..comm.communicator import Communicator, averages
 from ..comm.errors import Subject
 from ..core.account import Account
-from ..core.chunk import Chunk, Here, Placement, Plain, Wire
+from ..core.chunk import Chunk, Placement, Plain, Wire
 from ..core.flow import Add, Among, Average, Flow, ReduceScatter, Stage
 from ..core.gradient_buffer import GradientBuffer
 from ..core.layer_gradients import LayerGradients
@@ -28,6 +28,7 @@ from ..policy import (
 )
 from ..stages.replicas import KeepInReplica, SumReplicas
 from ..stores.files import PutAway
+from ..stores.here import Here
 from ..stores.resting import Home, Keeping, Resting, resting_place
 from ..wires.coded import Coded, CodedReduceScatter
 

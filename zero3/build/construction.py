@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..casting import caller_for
 from ..comm.agreement import agree, meeting
 from ..comm.communicator import Communicator
 from ..comm.factory import (
@@ -30,17 +31,9 @@ from ..comm.factory import (
 )
 from ..comm.plain_values import integer, not_copied
 from ..conductors.comparing import conductor_for
-from ..core.casting import caller_for
 from ..core.full_buffer import Lifetime
 from ..core.ignored import IgnoredGradient
 from ..core.layer_state import Behaviour, LayerState
-from ..core.parameters import (
-    CONTAINERS,
-    dotted,
-    find_parameters,
-    is_callable,
-    own_modules,
-)
 from ..core.sites import ParameterSites
 from ..experts.at_home import AtHome
 from ..experts.finding import check_experts
@@ -49,6 +42,7 @@ from ..guards.marks import mark, mark_ignored, mark_sharded
 from ..guards.optimizer_steps import steps_seen
 from ..guards.unshardable import check_parameters
 from ..guards.wrappers import wrapper_in
+from ..modules import CONTAINERS, dotted, find_parameters, is_callable, own_modules
 from ..policy import (
     ShardingPolicy,
     compute_dtype,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..core.parameters import named
 from ..core.sites import ParameterSites
+from ..modules import named
 from ..policy import ShardingPolicy, chosen, info_of
 from ..quantized.formats import Format
 

@@ -11,8 +11,8 @@ from torch import nn
 from ..comm.communicator import is_first
 from ..comm.factory import Dealer, communicator_for, is_dealt
 from ..core.layer_state import LayerState
-from ..core.parameters import own_modules
 from ..experts.finding import check_adapters, count_of, is_experts, no_experts, tied
+from ..modules import own_modules
 from ..policy import ShardingPolicy
 from .construction import Request, all_but, device_of
 

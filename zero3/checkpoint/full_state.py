@@ -13,7 +13,7 @@ from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
 from ..comm.plain_values import kind_of, unreadable
 from ..core.layer_state import LayerState
-from ..core.parameters import own_name
+from ..modules import own_name
 from ..names import named_entries, named_tensors
 from ..optim.state_memory import land_steps
 from ..pinning import pin, pin_unloaded, write_back

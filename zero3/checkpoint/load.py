@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..access import states_of, used
 from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
-from ..core.parameters import named
+from ..modules import named
 from ..optim.several import Optimizers, Together
 from . import manifest, random_state
 from .contents import Contents, NamedSpan, differences, names_apart

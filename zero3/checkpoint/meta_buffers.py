@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layer_state import LayerState
-from ..core.parameters import parameters_of, plain_modules, released_in, unwrapped, wrapped_in
+from ..core.parameters import parameters_of, released_in
 from ..core.sites import put_into
 from ..guards.marks import ignored_by, mark_ignored
 from ..guards.module_overrides import GUARDED, Override
+from ..modules import plain_modules, unwrapped, wrapped_in
 
 __all__: list[str] = []
 

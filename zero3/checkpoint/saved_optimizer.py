@@ -25,7 +25,7 @@ from torch import Tensor
 from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import encode_scalar, name_of, unreadable
 from ..core.chunk import Chunk, Part
-from ..core.parameters import own_name
+from ..modules import own_name
 from ..optim.check_optimizer import check_aligned, owned_by
 from ..optim.low_bit import TABLE, tensors_of
 from ..optim.several import Together

@@ -76,33 +76,6 @@ class Store(Protocol):
         ...
 
 
-class Here:
-    """In the memory in which the layer computes."""
-
-    name = "memory"
-    far = rests = False
-
-    def taken(self, nbytes: int) -> int:
-        return nbytes
-
-    def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
-        return values
-
-    def soon(self, chunk: Chunk) -> None:
-        return None
-
-    def rest(self, values: Tensor) -> None:
-        return None
-
-    def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:
-        return None
-
-    def go_on(self) -> None:
-        return None
-
-    check_process = go_on
-
-
 # -- the placement: among whom values travel
 
 

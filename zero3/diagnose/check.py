@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..access import full_params, get_trainable_chunk, states_of
+from ..casting import cast
 from ..comm.agreement import agree
 from ..comm.streams import random_state_kept
-from ..core.casting import cast
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..layer import Zero3Layer, layers_of

@@ -21,11 +21,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..casting import cast
 from ..comm.errors import NamingFailures
 from ..comm.factory import Dealing
 from ..comm.log import Entry
 from ..core.autograd import inside_backward
-from ..core.casting import cast
 from ..core.layer_state import LayerState
 from .finding import count_of, cuts, inputs_of
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..checkpoint import file_operations
 from ..checkpoint.saved_optimizer import NamedState, sorted_out
-from ..core.parameters import own_name
+from ..modules import own_name
 from . import torch_files
 from .lazy import Lazy, as_lazy, joined, mapped, same, small
 from .pickled import Global, Made

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core.parameters import own_name
+from ..modules import own_name
 from .lazy import Lazy, mapped, small
 from .run import Run, kind_of
 

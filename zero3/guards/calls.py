@@ -13,7 +13,7 @@ import torch
 
 from ..core.autograd import transforms_under_way
 from ..core.layer_state import LayerState
-from ..core.parameters import named
+from ..modules import named
 
 __all__: list[str] = []
 

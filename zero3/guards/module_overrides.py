@@ -14,15 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..core.parameters import (
-    WRAPPED,
-    dotted,
-    named,
-    own_modules,
-    parameters_of,
-    plain_modules,
-    released_in,
-)
+from ..core.parameters import parameters_of, released_in
+from ..modules import WRAPPED, dotted, named, own_modules, plain_modules
 from .compiled import compile_in_parts, ends_graphs, leave_untraced
 from .wrappers import refuse_wrappers
 

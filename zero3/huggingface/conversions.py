@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.parameters import own_module_name, own_name
+from ..modules import own_module_name, own_name
 
 __all__: list[str] = []
 

@@ -14,7 +14,7 @@ from ..checkpoint.contents import listed
 from ..checkpoint.extra_state import extra_state_modules
 from ..checkpoint.safetensors_files import Stored
 from ..comm.plain_values import kind_of
-from ..core.parameters import own_module_name, unwrapped
+from ..modules import own_module_name, unwrapped
 from ..names import innermost, named_tensors
 from .conversions import Conversions
 from .index_maps import IndexMap, Whole

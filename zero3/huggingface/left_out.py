@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..access import sharded_in
 from ..checkpoint.meta_buffers import hooks_of, put, twin
 from ..core.layer_state import LayerState
-from ..core.parameters import parameters_of, plain_modules
+from ..core.parameters import parameters_of
+from ..modules import plain_modules
 
 __all__: list[str] = []
 

@@ -19,7 +19,7 @@ from ..checkpoint.contents import Contents
 from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
 from ..comm.agreement import agreeing
-from ..core.parameters import plain_modules
+from ..modules import plain_modules
 from ..names import innermost
 from ..optim.state_memory import land_steps
 from .index_maps import IndexMap

@@ -25,7 +25,7 @@ from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
 from ..comm.plain_values import name_of, unreadable
-from ..core.parameters import named
+from ..modules import named
 from ..names import innermost
 from ..optim.state_memory import land_steps
 from .outputs import (

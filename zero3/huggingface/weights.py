@@ -20,8 +20,9 @@ from ..conductors.conducted import unconducted
 from ..core.chunk import Chunk
 from ..core.flat import view
 from ..core.layer_state import LayerState
-from ..core.parameters import ShardedParameter, named, parameters_of, plain_modules, unwrapped
+from ..core.parameters import ShardedParameter, parameters_of
 from ..core.ticket import Ticket
+from ..modules import named, plain_modules, unwrapped
 from .index_maps import Computed, Whole
 from .outputs import Output, is_adapted, state_of_adapter
 

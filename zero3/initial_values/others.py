@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..checkpoint.meta_buffers import put
 from ..comm.communicator import is_first
 from ..core.layer_state import LayerState
-from ..core.parameters import plain_modules
+from ..modules import plain_modules
 
 __all__: list[str] = []
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..build.selecting import formats_of
 from ..comm.plain_values import integer
-from ..core.parameters import find_parameters
 from ..layer import states_in
+from ..modules import find_parameters
 from ..policy import ShardingPolicy
 from ..quantized.configured import configured_in
 from ..quantized.formats import NF4

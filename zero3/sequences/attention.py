@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.autograd import inside_backward
-from ..core.parameters import unwrapped
+from ..modules import unwrapped
 from .exchange import Measured
 from .heads import query_heads
 from .parts import Beginning, check_labels, parts_of, parts_under_way

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..auto_wrap import embeddings_of
-from ..core.parameters import unwrapped
+from ..modules import unwrapped
 from .attention import text_config
 from .chunks import Classes, mean_of
 from .head import check_head, sum_of_losses

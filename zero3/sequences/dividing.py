@@ -12,9 +12,9 @@ from torch import nn
 from ..comm.factory import shares_sequences
 from ..core.autograd import inside_backward, tensors_in
 from ..core.layer_state import LayerState
-from ..core.parameters import own_modules, plain_modules
 from ..guards.module_overrides import Override
 from ..layer import is_layer
+from ..modules import own_modules, plain_modules
 from .attention import (
     attentions_of,
     check_model,

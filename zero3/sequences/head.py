@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import has_torch_function
 
-from ..core.parameters import unwrapped
 from ..layer import run_in
+from ..modules import unwrapped
 from .chunks import Classes, chunked_cross_entropy
 from .parts import check_reduction
 

@@ -21,7 +21,7 @@ from ..comm.log import Entry
 from ..conductors.conducted import unconducted
 from ..core.autograd import inside_backward, note_in_thread, noted_in_thread, tensors_in
 from ..core.layer_state import LayerState
-from ..core.parameters import unwrapped
+from ..modules import unwrapped
 from .exchange import DOING, Direction, Measured, swap
 from .heads import key_heads, query_heads, repeats
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..comm.plain_values import integer
-from ..core.parameters import parameters_of, unwrapped
+from ..core.parameters import parameters_of
 from ..guards.marks import state_of
 from ..guards.module_overrides import Override
 from ..layer import enter_root, layers_of, root_entered
+from ..modules import unwrapped
 from ..policy import gradient_dtype
 
 __all__: list[str] = []

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..auto_wrap import called_in, embeddings_of
-from ..core.parameters import is_callable, own_module_name
+from ..modules import is_callable, own_module_name
 
 __all__: list[str] = []
 

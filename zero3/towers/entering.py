@@ -13,17 +13,12 @@ from ..auto_wrap import Candidate
 from ..comm.communicator import Communicator
 from ..comm.factory import in_memory
 from ..core.layer_state import LayerState
-from ..core.parameters import (
-    is_callable,
-    own_module_name,
-    own_modules,
-    released_in,
-    unwrapped,
-)
+from ..core.parameters import released_in
 from ..core.runtime import Runtime, compare_call
 from ..core.schedule import LearnedOrder
 from ..guards.module_overrides import Override
 from ..layer import Zero3Layer, is_layer, layers_of, run_sharded, runtimes_in, states_in
+from ..modules import is_callable, own_module_name, own_modules, unwrapped
 from .gates import Gate, Gates, ModuleInside, ModuleOutside
 
 __all__: list[str] = []
