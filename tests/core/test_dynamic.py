@@ -206,6 +206,46 @@ def test_dynamic_goes_on_after_a_backward_that_raised_on_all_ranks(policy: dict[
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(gradients, expected, strict=True))
 
 
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("kept", [(1,), (0, 1), (2,), (0, 1, 2)], ids=str)
+def test_the_rest_of_a_backward_that_raised_goes_as_far_as_the_backward_did(kept: tuple[int, ...], transactional: bool) -> None:
+    """Step 1 raises before the last block that a rank has called: there ranks differ. The caller may have left its `no_sync` by
+    then, or may enter one before the rest is made.
+    """
+
+    def run(model: Any, group: ThreadCommunicator, steps: tuple[int, ...]) -> tuple[list[Tensor], Any]:
+        for step in steps:
+            with zero3.no_sync(model) if step in kept else contextlib.nullcontext():
+                loss = loss_that(model, group.rank, step, 0 if step == 1 else None)
+                with pytest.raises(KeyError, match="as told") if step == 1 else contextlib.nullcontext():
+                    loss.backward()
+        return [chunk.grad for chunk in zero3.get_trainable_chunk(model)], group.log
+
+    def sharded(model: Any, group: Any, policy: ShardingPolicy) -> nn.Module:
+        return by_shard(model, group, ShardingPolicy(dynamic=True, transactional=transactional))
+
+    steps = (0, 2, 3) if transactional else (2, 3)
+    found = on_ranks(2, lambda: built(Skipping), lambda model, group: run(model, group, (0, 1, 2, 3)), sharded)
+    wanted = on_ranks(2, lambda: built(Skipping), lambda model, group: run(model, group, steps), sharded)
+    for (gradients, log), (expected, _) in zip(found, wanted, strict=True):
+        assert log == found[0][1]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(gradients, expected, strict=True))
+
+
+def test_the_rest_of_a_backward_for_some_layers_is_for_these() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> Any:
+        embed = zero3.get_trainable_chunk(model.embed)
+        loss_that(model, group.rank, 0, None).backward()
+        loss = loss_that(model, group.rank, 1, 0)
+        with pytest.raises(KeyError, match="as told"):
+            loss.backward(inputs=embed)
+        loss_that(model, group.rank, 2, None).backward()
+        return group.log
+
+    one, other = on_ranks(2, lambda: built(Skipping), body, lambda model, group, policy: by_shard(model, group, DYNAMIC))
+    assert one == other
+
+
 def loss_that(model: Any, rank: int, step: int, where: int | None) -> Tensor:
     """Leaves out a block. Its backward fails before that of the block `where`, or of those before it, begins."""
     chosen = [number for number in range(DEPTH) if number != (rank + step) % DEPTH]

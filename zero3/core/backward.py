@@ -27,6 +27,7 @@ from .autograd import (
 )
 from .collectives import Activity, Agree, Reduce, Round, Settle
 from .full_buffer import Lifetime
+from .layer_gradients import Deferral, LayerGradients
 from .layer_state import LayerState, Presence, RestingLayers, accounts_of, ignored_of
 from .schedule import Call, CallPhase, CallStack, CallTrace, ForwardOrder, Step
 from .ticket import Ticket
@@ -99,6 +100,40 @@ class Reductions:
                 self.later.append(oldest)
 
 
+class Reach:
+    """How far gradients of the present backward go."""
+
+    def __init__(self) -> None:
+        self.only: frozenset[LayerState] | None = None  # the layers that it is for, if not all
+        self._began_for: frozenset[LayerState] | None = None
+        self._began_as: list[tuple[LayerGradients, Deferral]] = []
+
+    @contextmanager
+    def for_some(self, states: Iterable[LayerState]) -> Iterator[None]:
+        """Context in which backwards are for the gradients of these layers alone."""
+        self.only = frozenset(states)
+        try:
+            yield
+        finally:
+            self.only = None
+
+    def begin(self, states: Iterable[LayerState]) -> None:
+        self._began_for = self.only
+        self._began_as = [(state.gradients, state.gradients.deferral) for state in states]
+
+    @contextmanager
+    def as_it_began(self) -> Iterator[None]:
+        """Context in which they go as far as they did then."""
+        only, self.only = self.only, self._began_for
+        now = [(gradients, gradients.defer_as(then)) for gradients, then in self._began_as]
+        try:
+            yield
+        finally:
+            self.only = only
+            for gradients, deferral in now:
+                gradients.defer_as(deferral)
+
+
 class Backward:
     """Moves a model's layers through a backward. Hooks on the graph call it, in any order."""
 
@@ -123,8 +158,7 @@ class Backward:
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self.resting = RestingLayers()
         self._ignoring: list[LayerState] = []  # the layers with parameters that are left alone
-        # the layers whose gradients the present backward is for, if not all
-        self._only: frozenset[LayerState] | None = None
+        self.reach = Reach()
         self._reduces = False  # whether this backward reduces gradients; `autograd.grad` does not
         self.owes = False  # whether gradients were ever kept for later (`no_sync`, stage 1)
         self._told = False  # whether the conductor knows that this backward has begun
@@ -273,12 +307,14 @@ class Backward:
 
     def _make_the_rest(self) -> None:
         """Makes the transfers up to the end of a backward that raised: ranks that leave out
-        different layers were at different ones.
+        different layers were at different ones. Gradients go as far as when it began, because the
+        caller may have left its `no_sync` since, or entered one.
 
         The log notes it: if the backward has not raised on all ranks, they all raise at the end of
         the next forward.
         """
-        self._finish_all()
+        with self.reach.as_it_began():
+            self._finish_all()
         self.layers[0].log.note("dropping", "a backward that raised")
 
     def forget_zeroed(self) -> None:
@@ -310,6 +346,8 @@ class Backward:
             state.gradients.begin_backward()
         if self.resting:
             self.resting.go_on()
+        if self._makes_the_rest:
+            self.reach.begin(self._stack.layers)
         self.ending.wait(then=self._end)
         self.order.begin()
 
@@ -337,24 +375,12 @@ class Backward:
         for step in trace.advance(call):
             self._take(step, trace)
 
-    @contextmanager
-    def for_some(self, states: Iterable[LayerState]) -> Iterator[None]:
-        """Context in which backwards are for the gradients of these layers alone."""
-        self._only = frozenset(states)
-        try:
-            yield
-        finally:
-            self._only = None
-
-    def _is_for(self, state: LayerState) -> bool:
-        return self._only is None or state in self._only
-
     def _touch(self, trace: LayerTrace) -> None:
-        signature = tuple(call.layer for call in trace.calls)
+        signature, only = tuple(call.layer for call in trace.calls), self.reach.only
         reductions = tuple(
             (
                 call.layer.gradients.fate
-                if self._only is None or self._is_for(call.layer)
+                if only is None or call.layer in only
                 else "gradients left alone (inputs=)"
             )
             + ("" if call.gathers else ", parameters not gathered")
@@ -391,7 +417,8 @@ class Backward:
         # first: the buffer of its gradients may take its full buffer's memory
         for each in (state, *step.call.layers):
             self.release(each)
-        if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):
+        only = self.reach.only
+        if step.reduce and trace.reduces and (only is None or state in only):
             self._back_up(state)
 
     def _finish(self, trace: LayerTrace) -> None:
@@ -440,9 +467,13 @@ class Backward:
     def _finish_all(self) -> None:
         for trace in sorted(self._touched, key=lambda trace: -trace.serial):
             self._finish(trace)
+        only = self.reach.only
         for state in self._stack.layers:
             if state.gradients.pending() or (
-                self.owes and self._reduces and state.gradients.due() and self._is_for(state)
+                self.owes
+                and self._reduces
+                and state.gradients.due()
+                and (only is None or state in only)
             ):
                 self._back_up(state)
         self.reductions.settle(self._stack.layers[0])

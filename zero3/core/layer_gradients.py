@@ -23,6 +23,7 @@ from .ticket import Ticket
 
 __all__: list[str] = []
 
+Deferral = tuple[int, int, bool]  # `no_sync`s, those of replicas alone, whether gradients are kept
 Prepared = list[tuple[Account, Travelling]]
 
 
@@ -157,6 +158,16 @@ class LayerGradients:
             self.deferred = later and self.among.sums.world_size > 1
         elif self.among.sums.shards < self.among.sums.world_size:
             self._replica_deferrals += contexts
+
+    @property
+    def deferral(self) -> Deferral:
+        return self.deferrals, self._replica_deferrals, self.deferred
+
+    def defer_as(self, deferral: Deferral) -> Deferral:
+        """Gradients go as far as when `deferral` was read. Returns the present one."""
+        now = self.deferral
+        self.deferrals, self._replica_deferrals, self.deferred = deferral
+        return now
 
     def pending(self) -> bool:
         """Whether this backward has added gradients that are not backed up yet."""

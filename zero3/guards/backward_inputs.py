@@ -108,5 +108,5 @@ def _reaching_only(states: Sequence[LayerState]) -> Iterator[None]:
     }
     with ExitStack() as left:
         for backward in backwards:
-            left.enter_context(backward.for_some(states))
+            left.enter_context(backward.reach.for_some(states))
         yield
