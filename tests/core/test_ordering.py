@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.inside import states_of
 from tests.support.ordering import EchoCommunicator, FakeDevice, FakeEvent, FakeStream, release_at_once
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_, no_sync
-from zero3.access import states_of
 from zero3.comm.mesh import MeshCommunicator
 from zero3.comm.streams import Done, StreamClock, StreamLane, lanes_for
-from zero3.core.ticket import Ticket
 
 
 def train(
@@ -153,8 +153,11 @@ def test_a_full_buffer_given_back_while_it_is_filled_is_found(fake_device: FakeD
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_gather_that_other_ranks_alone_need_is_waited_for(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """Before this rank's optimizer writes what it has sent, and before the memory of what it received is others'."""
+    from zero3.core.chunk import Chunk
+
+    begin = Chunk.take_part_in_gather
     if not waits:
-        monkeypatch.setattr(Ticket, "wait", lambda ticket: None)
+        monkeypatch.setattr(Chunk, "take_part_in_gather", lambda *given: begin(*given) and SimpleNamespace(wait=lambda: None))
     layer = Zero3Layer(nn.Linear(4, 4), process_group=EchoCommunicator())
     (state,) = states_of(layer)
     state.take_part_in_gather()

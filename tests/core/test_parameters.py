@@ -15,7 +15,6 @@ from tests.support.models import WIDTH, WORLDS, Weights, calls, linear, mean_squ
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import Turn, as_one_layer, check_parity, in_sequence, on_ranks, process_group, unsharded
 from zero3.guards import unshardable
-from zero3.modules import own_name
 
 X = rows(3)
 
@@ -187,17 +186,3 @@ def test_a_parameter_tied_across_layers_is_refused_with_both_names(world_size: i
         del first
 
     on_ranks(world_size, build, body, unsharded)
-
-
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("_orig_mod.a.weight", "a.weight"),
-        ("a._checkpoint_wrapped_module._orig_mod.weight", "a.weight"),
-        ("my_orig_mod.weight", "my_orig_mod.weight"),
-        ("a._orig_mod", "a._orig_mod"),
-        ("a._orig_modules.weight", "a._orig_modules.weight"),
-    ],
-)
-def test_only_whole_parts_of_a_name_are_prefixes(name: str, own: str) -> None:
-    assert own_name(name) == own

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import pickle
+import zipfile
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.test_nothing_is_unpickled import DictTrap, Trap
 from zero3.formats import pickled
-from zero3.formats.pickled import Made
-from zero3.formats.torch_files import plain
+from zero3.formats.pickled import Global, Made, Persistent
+from zero3.formats.torch_files import TorchFile, plain
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 KEYS = st.integers() | st.text() | st.booleans()
@@ -101,3 +103,17 @@ def read_named(text: bytes) -> None:
 def test_what_only_its_class_could_pickle_is_refused() -> None:
     with pytest.raises(TypeError, match="PosixPath could only be pickled by its own class"):
         pickled.write([Path("a")], lambda other: None)
+
+
+@pytest.mark.parametrize(
+    "place", [(-1, (2,), (1,)), (0, (2,), (-1,)), (2, (3,), (3,)), (0, (2, 2), (1,)), (0, (2**62, 4), (4, 1)), ("0", (2,), (1,))]
+)
+def test_places_of_tensors_that_can_not_be(place: tuple[Any, ...], tmp_path: Path) -> None:
+    """Of 8 elements."""
+    storage = Persistent(("storage", Global("torch.FloatStorage"), "0", "cpu", 8))
+    text = pickled.write([Made("torch._utils._rebuild_tensor_v2", (storage, *place, False, {}))], lambda value: None)
+    with zipfile.ZipFile(tmp_path / "file", "w") as archive:
+        archive.writestr("archive/data.pkl", text)
+        archive.writestr("archive/data/0", bytes(32))
+    with FileIO(str(tmp_path / "file")) as file, pytest.raises(ValueError, match="file is no pickle that can be read"):
+        TorchFile(file, "file")

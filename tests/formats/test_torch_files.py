@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from tests.checkpoint.test_nothing_is_unpickled import Trap
 from tests.support.checkpoints import assert_same
 from zero3.checkpoint.safetensors_files import DTYPES
-from zero3.formats import pickled, torch_files
+from zero3.formats import torch_files
 from zero3.formats.lazy import Lazy, mapped
-from zero3.formats.pickled import Global, Made, Persistent
 from zero3.formats.trees import run_of
 
 
@@ -114,20 +113,6 @@ def test_files_that_say_what_can_not_be(tmp_path: Path) -> None:
         read(altered(tmp_path, "byteorder", lambda old: b"big"))
     with pytest.raises(ValueError, match="data/0 is compressed"):
         read(altered(tmp_path, "data/0", bytes, zipfile.ZIP_DEFLATED))
-
-
-@pytest.mark.parametrize(
-    "place", [(-1, (2,), (1,)), (0, (2,), (-1,)), (2, (3,), (3,)), (0, (2, 2), (1,)), (0, (2**62, 4), (4, 1)), ("0", (2,), (1,))]
-)
-def test_places_of_tensors_that_can_not_be(place: tuple[Any, ...], tmp_path: Path) -> None:
-    """Of 8 elements."""
-    storage = Persistent(("storage", Global("torch.FloatStorage"), "0", "cpu", 8))
-    text = pickled.write([Made("torch._utils._rebuild_tensor_v2", (storage, *place, False, {}))], lambda value: None)
-    with zipfile.ZipFile(tmp_path / "file", "w") as archive:
-        archive.writestr("archive/data.pkl", text)
-        archive.writestr("archive/data/0", bytes(32))
-    with pytest.raises(ValueError, match="file is no pickle that can be read"):
-        read(tmp_path / "file")
 
 
 def test_of_tensors_that_do_not_lie_in_order_one_is_in_memory(tmp_path: Path) -> None:

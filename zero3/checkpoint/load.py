@@ -285,13 +285,17 @@ class _Loader:
                     self._fill_optimizer()
                     others = {name: self._other(name, contents) for name in contents.others}
                     extra = decode(found.content["extra"], self._extra)
-                    states = found.content["extra_states"].items()
-                    extra_states = {name: decode(value, self._extra) for name, value in states}
+                    extra_states = {
+                        name: decode(value, self._extra)
+                        for name, value in found.content["extra_states"].items()
+                    }
                     self._fill_chunks(contents, set(stored))
                     computed = initialise(self._model, contents.states)
                 except Exception as error:
-                    remedy = "What it was to fill is unloaded now: load again."
-                    raise RuntimeError(f"reading {found.data} failed: {error}. {remedy}") from error
+                    raise RuntimeError(
+                        f"reading {found.data} failed: {error}. What it was to fill is unloaded "
+                        "now: load again."
+                    ) from error
                 lines += [name for name, _ in computed]
         except Exception:
             for name in stored:

@@ -70,8 +70,9 @@ def clip_grad_norm_(
     ignored = ignored_gradients(states, "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
-        measured = gradients_to_measure(model, states, norms, ignored)
-        filled = [gradient for gradient in measured if gradient.numel()]
+        filled += (
+            each for each in gradients_to_measure(model, states, norms, ignored) if each.numel()
+        )
     except OSError as unreadable:
         error = error or unreadable
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
@@ -79,8 +80,10 @@ def clip_grad_norm_(
         local = local + math.nan
     elif filled:
         local = on_device(torch.nn.utils.get_total_norm(filled, norm_type), local.device).to(local)
-    shared = [gradient for gradient in ignored.values() if gradient.numel()]
-    total = _over_ranks(states[0], local, norm_type, error, shared)  # [S1]
+    # [S1]
+    total = _over_ranks(
+        states[0], local, norm_type, error, [each for each in ignored.values() if each.numel()]
+    )
     # ranks that scale by different ones are told when they compare their transfers
     limit = float(max_norm)
     states[0].log.note(

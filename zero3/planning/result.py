@@ -285,12 +285,12 @@ def _rows(plan: Plan, setup: Setup) -> Iterator[_Row]:
         yield "faster", repr(plan.policy), "fits too, and moves less"
     if plan.seconds is not None:
         tokens = setup.batch * setup.sequence * setup.accumulation / plan.seconds
-        sure = "an estimate to compare settings by"
-        sure += "; with replicas mostly too long" if setup.replicas > 1 else ""
-        yield "a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank: {sure}"
+        known = "an estimate to compare settings by" + (
+            "; with replicas mostly too long" if setup.replicas > 1 else ""
+        )
+        yield "a step", f"{plan.seconds:.3f} s", f"{tokens:,.0f} tokens a second and rank: {known}"
     elif plan.cluster is not None:
-        unknown = "plans do not know how fast what is offloaded comes and goes"
-        yield "a step", "not known", unknown
+        yield "a step", "not known", ("plans do not know how fast what is offloaded comes and goes")
 
 
 def _of_towers(towers: Towers | None) -> Iterator[_Row]:

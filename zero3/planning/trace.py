@@ -108,9 +108,7 @@ class Trace:
         self._observer = _Observer(self.ledger, [self._root, *states])
         for state in states:
             self._observer.watch(state)
-        weights = (weight_of(each.sites) for state in states for each in state.parameters)
-        codecs = {id(weight.codec): weight.codec for weight in weights if weight is not None}
-        for codec in codecs.values():
+        for codec in _codecs_in(states):
             codec.choose_slices(self._alike.first)
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         if device == "cuda" and not self.offloads:
@@ -349,6 +347,11 @@ def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.
             f"{type(made).__name__}"
         )
     return made
+
+
+def _codecs_in(states: Iterable[LayerState]) -> Iterable[Any]:
+    weights = (weight_of(each.sites) for state in states for each in state.parameters)
+    return {id(weight.codec): weight.codec for weight in weights if weight is not None}.values()
 
 
 def _name_of(state: LayerState) -> str:

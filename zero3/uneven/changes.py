@@ -25,7 +25,9 @@ class StateChanges:
         self._taken: list[tuple[int, Tensor | None, int]] = []
 
     def take(self, *, only_if: bool) -> None:
-        """Notes the state after a round, which has to stay until the next one, if `only_if`."""
+        """Notes the state after a round. It has to be the same before the next round, unless
+        `only_if` is False.
+        """
         self._taken = self._now() if only_if else []
 
     def forget(self) -> None:
@@ -46,14 +48,18 @@ class StateChanges:
         return any(chunk.divided for state in self._states for chunk in state.chunks)
 
     def gradients(self) -> list[int]:
-        """How many gradients there are, and layers with sums that are not reduced yet."""
+        """The number of gradients, and the number of layers that keep sums for a later backward to
+        reduce.
+        """
         return [
             sum(_reduced(part) is not None for part in parts_of(self._states)),
             sum(state.gradients.owed() for state in self._states),
         ]
 
     def follow(self, gradients: int, owed: int) -> None:
-        """Drops what ranks with data have dropped, by their numbers of `gradients` and `owed`."""
+        """Takes the numbers of `gradients` and `owed` on ranks with data. If one of them is 0, this
+        rank drops its own too.
+        """
         mine, kept = self.gradients()
         if kept and not owed:
             for account in accounts_of(self._states):
@@ -71,5 +77,7 @@ class StateChanges:
 
 
 def _reduced(part: Tensor) -> Tensor | None:
-    """That of earlier backwards. Guards, and kept gradients, put another object into its place."""
+    """The gradient of earlier backwards. A `step_guard`, and gradients that are kept, put another
+    object into its place.
+    """
     return part.grad.earlier if isinstance(part.grad, DeferredGradient) else part.grad
