@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zero3
-from tests.support.inside import owned_by
+from tests.support.inside import chunks_of, owned_by
 from tests.support.param_groups import WORLDS, Options, all_whole, as_layers, build, by_name, info_of, make, matrices_whole, steps
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, sentences
@@ -165,6 +165,9 @@ def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, op
                 part.data = values
             with torch.no_grad():
                 assert torch.equal(model(sentences(0)), before)
+        for chunk in chunks_of(model):  # nobody holds the memory of before
+            parts = {part.parameter.untyped_storage()._cdata for part in chunk.parts}
+            assert parts == {chunk.shard.untyped_storage()._cdata}
         loss_of(model, sentences(0)).backward()  # what was made in inference mode trains, too
         torch.optim.SGD(model.get_trainable_chunk(), 0.1).step()
         with torch.no_grad():
