@@ -273,7 +273,7 @@ def _ends(model: nn.Module, inside: list[Candidate], large: int) -> list[nn.Modu
 
 
 def embeddings_of(model: nn.Module, way: Literal["input", "output"]) -> nn.Module | None:
-    """What `get_input_embeddings()`, or that of output, of a model returns: the latter its head."""
+    """What the model's `get_input_embeddings()` returns, or `get_output_embeddings()`: its head."""
     try:
         found = getattr(model, f"get_{way}_embeddings")()
     except (NotImplementedError, AttributeError):  # models without embeddings answer so

@@ -642,8 +642,9 @@ def _recomputes_reentrantly(module: nn.Module) -> bool:
 @contextmanager
 def logging_only(tells: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
     """Context in which zero3's log has what `tells` lets pass."""
-    _log.addFilter(tells)
+    own = partial(tells)  # the context's alone: another thread's may give the same function
+    _log.addFilter(own)
     try:
         yield
     finally:
-        _log.removeFilter(tells)
+        _log.removeFilter(own)

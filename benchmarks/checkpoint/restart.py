@@ -35,7 +35,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 import zero3
 from benchmarks.common.report import markdown, median, progress, write
-from zero3.checkpoint import manifest, safetensors_files
+from zero3.checkpoint import safetensors_files
 
 WIDTH, RANKS = 2048, 2
 TIERS = ("fast", "slow")
@@ -113,8 +113,7 @@ def next_life(rank: int, root: str, layers: int, tier: str, rate: float, killed:
     model, optimizer = build(layers, "meta")
     ends.append((time.time(), time.process_time()))
     link = Link(rate / RANKS if tier == "slow" else float("inf"))
-    for module in (safetensors_files, manifest):
-        vars(module)["read_bytes"] = link
+    vars(safetensors_files)["read_bytes"] = link
     zero3.load_checkpoint(zero3.latest_checkpoint(f"{root}/{tier}", model=model), model, optimizer)
     ends.append((time.time(), time.process_time()))
     loss = step(model, optimizer)

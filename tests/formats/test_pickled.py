@@ -106,7 +106,8 @@ def test_what_only_its_class_could_pickle_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", [(-1, (2,), (1,)), (0, (2,), (-1,)), (2, (3,), (3,)), (0, (2, 2), (1,)), (0, (2**62, 4), (4, 1)), ("0", (2,), (1,))]
+    "place",
+    [(-1, (2,), (1,)), (0, (2,), (-1,)), (2, (3,), (3,)), (0, (2, 2), (1,)), (0, (2**62, 4), (4, 1)), ("0", (2,), (1,)), (1.5, (2,), (1,))],
 )
 def test_places_of_tensors_that_can_not_be(place: tuple[Any, ...], tmp_path: Path) -> None:
     """Of 8 elements."""

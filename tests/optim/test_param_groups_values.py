@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import zero3
-from tests.support.inside import owned_by
+from tests.support.inside import chunks_of, owned_by
 from tests.support.param_groups import WORLDS, Options, all_whole, as_layers, build, by_name, info_of, make, matrices_whole, steps
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.training import loss_of, sentences
@@ -165,10 +170,39 @@ def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, op
                 part.data = values
             with torch.no_grad():
                 assert torch.equal(model(sentences(0)), before)
+        for chunk in chunks_of(model):  # nobody holds the memory of before
+            parts = {part.parameter.untyped_storage()._cdata for part in chunk.parts}
+            assert parts == {chunk.shard.untyped_storage()._cdata}
         loss_of(model, sentences(0)).backward()  # what was made in inference mode trains, too
         torch.optim.SGD(model.get_trainable_chunk(), 0.1).step()
         with torch.no_grad():
             assert not torch.equal(model(sentences(0)), before)
 
+    models = [build() for _ in range(world_size)]
+    run_ranks(world_size, body)
+
+
+LOADS: dict[str, Callable[[nn.Module, Path, dict[str, Any]], object]] = {
+    "load_pretrained": lambda model, path, values: zero3.load_pretrained(model, path),
+    "load_checkpoint": lambda model, path, values: zero3.load_checkpoint(path / "saved", model),
+    "load_full_state_dict": lambda model, path, values: zero3.load_full_state_dict(model, values),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_loaded_takes_the_place_of_other_data(load: str, world_size: int, tmp_path: Path) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = as_layers(group, models[group.rank])
+        zero3.param_groups(model, by_name)
+        zero3.save_checkpoint(tmp_path / "saved", model)
+        for part in model.get_trainable_chunk():
+            part.data = torch.zeros_like(part.data)
+        LOADS[load](model, tmp_path, values)
+        found = zero3.full_state_dict(model, rank0_only=False)
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+
+    values = nn.Sequential(*build()).state_dict()
+    save_file({name: value.clone() for name, value in values.items()}, tmp_path / "model.safetensors")
     models = [build() for _ in range(world_size)]
     run_ranks(world_size, body)

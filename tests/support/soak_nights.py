@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import zero3
+from tests.support import disk
 from tests.support.hanging import behind
 from tests.support.processes import Rank, on_ranks, try_on_ranks
 
@@ -77,10 +78,7 @@ def _save(model: Any, optimizer: Any, fast: Path, slow: Path, step: int, losses:
     given: dict[str, Any] = {"extra": {"losses": losses}, "keep_last": 2}
     if step % SLOW == SLOW - 1:
         zero3.save_checkpoint(slow / f"step-{step}", model, optimizer, **given)
-    disk: AbstractContextManager[Any] = nullcontext()
-    if full:
-        disk = disk.replaced("write", mock.Mock(side_effect=OSError(errno.ENOSPC, "injected")))
-    with disk:
+    with disk.replaced("write", mock.Mock(side_effect=OSError(errno.ENOSPC, "injected"))) if full else nullcontext():
         try:
             zero3.save_checkpoint(fast / f"step-{step}", model, optimizer, local=True, replicas=1, **given)
         except OSError as error:  # on all ranks: the run goes on without this one

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import sharded_in, states_of
 from ..comm.communicator import is_first
 from ..comm.plain_values import name_of
 from ..core.chunk import Chunk
@@ -70,7 +70,7 @@ class Contents:
         self.names: dict[int, list[str]] = {}  # by the tensor's id; a tied tensor has several names
         self.others: dict[str, Tensor] = {}
         self.parameters: dict[str, ShardedParameter] = {}
-        owned = {id(s.sites.parameter): s for state in self.states for s in state.parameters}
+        owned = sharded_in(self.states)
         self._chunk_names: dict[Chunk, dict[str, str]] = {}
         for name, tensor in named_tensors(model):
             if id(tensor) not in self.names:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import agree_to_gather, states_of, used
+from ..access import agree_to_gather, sharded_in, states_of, used
 from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
 from ..comm.plain_values import kind_of, unreadable
@@ -164,7 +164,7 @@ def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int
     are computed.
     """
     first = states[0]
-    owned = {id(sharded.sites.parameter) for state in states for sharded in state.parameters}
+    owned = sharded_in(states)
     others = {id(tensor): tensor for _, tensor in named_tensors(model) if id(tensor) not in owned}
     given = torch.tensor([key in values for key in others], dtype=torch.uint8, device=first.device)
     if others:
@@ -292,8 +292,8 @@ def _misnamed(
     names: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         names.setdefault(id(tensor), []).append(name)
-    sharded = [each for state in states for each in state.parameters]
-    unloaded = {id(s.sites.parameter) for s in sharded if s.index in s.chunk.unloaded}
+    owned = sharded_in(states).items()
+    unloaded = {key for key, each in owned if each.index in each.chunk.unloaded}
     missing = [
         ns[0]
         for key, ns in names.items()

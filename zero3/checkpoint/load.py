@@ -276,8 +276,8 @@ class _Loader:
         """Changes values. If a read fails, all parameters that it should have filled count as
         unloaded.
         """
-        saved = found.content["tensors"] if self._weights else {}
-        stored = [name for name in contents.parameters if saved and saved[name]["stored"]]
+        saved = found.content["tensors"]
+        stored = [n for n in contents.parameters if self._weights and saved[n]["stored"]]
         computed: list[tuple[str, Tensor]] = []
         try:
             with self._agreeing("what load_checkpoint filled") as lines:

@@ -94,8 +94,13 @@ def write(directory: Path, content: dict[str, Any], files: dict[str, Written], t
     """Commits a save: all other files are on the disk already, and the rename makes them the
     checkpoint in `directory`.
     """
-    begin = {"format": FORMAT, "version": VERSION, "data": f"data-{token}"}
-    content = {**begin, "block_bytes": BLOCK_BYTES, **content}
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "data": f"data-{token}",
+        "block_bytes": BLOCK_BYTES,
+        **content,
+    }
     content["files"] = {
         name: {"bytes": written.nbytes, "sha256": written.blocks} for name, written in files.items()
     }
@@ -228,9 +233,10 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
         ValueError: A file was changed after the save.
         OSError: The file system reports an error.
     """
-    all_ = [(name, number) for name in names for number in range(len(manifest.files[name].blocks))]
-    mine = all_[len(all_) * rank // world_size : len(all_) * (rank + 1) // world_size]
-    longest = max((manifest.files[name].nbytes for name, _ in mine), default=0)
+    files = manifest.files
+    every = [(name, number) for name in names for number in range(len(files[name].blocks))]
+    mine = every[len(every) * rank // world_size : len(every) * (rank + 1) // world_size]
+    longest = max((files[name].nbytes for name, _ in mine), default=0)
     buffer = memoryview(bytearray(min(BLOCK_BYTES, longest)))
     nbytes = 0
     for name, blocks in groupby(mine, key=itemgetter(0)):
@@ -238,7 +244,7 @@ def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int)
             for _, number in blocks:
                 block = buffer[: fill(file, number * BLOCK_BYTES, buffer)]
                 nbytes += len(block)
-                if sha256(block).hexdigest() != manifest.files[name].blocks[number]:
+                if sha256(block).hexdigest() != files[name].blocks[number]:
                     where = f"bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + len(block)}"
                     raise ValueError(
                         f"{manifest.data / name} is corrupt: its {where} are not what was saved"

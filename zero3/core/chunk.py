@@ -459,11 +459,14 @@ class Chunk:
     @torch.inference_mode(False)
     def _adopt_values_of_parts(self) -> None:
         address, size = self.shard.data_ptr(), self.shard.element_size()
-        parts = [part for part in self.parts if part.parameter.numel()]
-        given = [part for part in parts if part.parameter.data_ptr() != address + part.start * size]
+        given = [
+            part
+            for part in self.parts
+            if part.parameter.numel() and part.parameter.data_ptr() != address + part.start * size
+        ]
         if given and not self.store.rests and not self.store.far:
-            # the caller may hold what was here, to give it back later
-            self.shard.data, given = self.shard.data.clone(), parts
+            # the caller may hold what was here, to give it back later; nothing here holds it
+            self.shard.data, given = self.shard.data.clone(), self.parts
         for part in given:
             home = self.shard.data[part.start : part.stop].view(part.parameter.shape)
             part.parameter.data = home.copy_(part.parameter.data)

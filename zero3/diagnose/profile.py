@@ -231,7 +231,10 @@ class _Recorder:
         spans = [Span(layer, phase, at(begin), at(end)) for layer, phase, begin, end in self._spans]
         transfers = [
             Transfer(
-                *(t.layer, t.kind, t.phase, t.nbytes),
+                t.layer,
+                t.kind,
+                t.phase,
+                t.nbytes,
                 *map(at, (t.begin, t.end, t.stopped, t.resumed)),
             )
             for t in self.transfers

@@ -411,7 +411,7 @@ def _summed(rows: Tensor, places: Tensor, like: torch.Size) -> Tensor:
 
 
 class _There(torch.autograd.Function):
-    """hidden `[T, H]`, weights and numbers `[T, k]` -> those of the rows that come, `[n, ..]`."""
+    """hidden `[T, H]`, weights and experts `[T, k]` -> those of the rows that come, `[n, ..]`."""
 
     @staticmethod
     def forward(

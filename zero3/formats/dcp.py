@@ -182,7 +182,9 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
                 )
             lazy = as_lazy(value) if isinstance(value, Tensor | Lazy) else None
             begin = None if lazy is None else _size(0 for _ in lazy.shape)
-            index = _made("MetadataIndex", fqn=key, offset=begin, index=0 if begin else None)
+            index = _made(
+                "MetadataIndex", fqn=key, offset=begin, index=None if begin is None else 0
+            )
             length = torch_files.write(file, offset, value, advance)
             place = {"relative_path": _FILE, "offset": offset, "length": length}
             where[index] = Made(_PLACE, state=place, new=True)

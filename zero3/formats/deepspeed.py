@@ -383,8 +383,14 @@ class _Writer:
         """Of one parameter of DeepSpeed's optimizer: it has one step."""
         states = [self._run.state.get(name, {}) for name in sub.names]
         described = {name: self._named.get(name, NamedState()) for name in sub.names}
+        for name, each in described.items():
+            for key, (_, shape) in each.whole.items():
+                raise ValueError(
+                    "DeepSpeed keeps state of the parameters' shapes alone, and here "
+                    f"{key!r} of {name} has {tuple(shape)}"
+                )
         first = described[sub.names[0]]
-        if other := [name for name, each in described.items() if each != first or each.whole]:
+        if other := [name for name, each in described.items() if each != first]:
             raise ValueError(
                 f"DeepSpeed keeps one state for {sub.names[0]} to {sub.names[-1]}, and here that "
                 f"is {first} for {sub.names[0]} and {described[other[0]]} for {other[0]}"

@@ -72,10 +72,10 @@ class _Checkpoint:
                 run.tensors[name] = self._by_ranges("parameter", name, described["dtype"], shape)
             if "also" in described:
                 run.also[name] = described["also"]
-        kinds = {tuple(name.split(":", 2)[:2]) for name in self._stored}
-        if any(kind == "random" for kind, *_ in kinds):
+        if any(name.startswith("random:") for name in self._stored):
             run.left_out.append("random generators")
-        if any(kind == "other" and rank != ["0"] for kind, *rank in kinds):
+        others = [name for name in self._stored if name.startswith("other:")]
+        if any(not name.startswith("other:0:") for name in others):
             run.left_out.append("buffers in which other ranks differ from rank 0")
         if content["optimizer"] is None:
             return run

@@ -39,7 +39,7 @@ _HEADER = 30  # bytes of a zip's local header before the name
 # by the names that files have for storages: `Float`, `BFloat16`
 _STORAGES = MappingProxyType(
     {
-        torch.empty(0, dtype=each).type()[len("torch.") : -len("Tensor")]: each
+        torch.empty(0, dtype=each, device="cpu").type()[len("torch.") : -len("Tensor")]: each
         for each in (*dict(DTYPES).values(), torch.complex128)
     }
 )
@@ -159,7 +159,8 @@ class TorchFile:
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         span, info = last + 1 if likeness.numel() else 0, self._records.get(record)
         end = (offset + span) * dtype.itemsize
-        if info is None or min(0, offset, *strides) < 0 or end > info.file_size:
+        begins_in_it = isinstance(offset, int) and min(0, offset, *strides) == 0
+        if info is None or not begins_in_it or end > info.file_size:
             raise ValueError(f"a tensor of shape {shape} lies beyond {record}, or that is missing")
         if info.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{record} is compressed")

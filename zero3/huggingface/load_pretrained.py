@@ -177,6 +177,8 @@ def _fill_layers(states: list[LayerState], reader: SliceReader, found: Fit) -> N
 
 
 def _fill_chunks(state: LayerState, reader: SliceReader, found: Fit) -> None:
+    for chunk in state.chunks:
+        chunk.adopt_values()  # the next gather would put a part's other memory over what is read
     for sharded, piece in _pieces(state):
         if (weight := weight_of(sharded.sites)) is not None:
             if (packed := found.packed.get(id(sharded.sites.parameter))) is not None:

@@ -47,7 +47,7 @@ class Quantizer:
 
     @torch.no_grad()
     def quantize(self, read: Read) -> None:
-        """Writes this rank's codes, but for blocks that its edges cut, which need the others'."""
+        """Writes this rank's codes, but for blocks that its edges cut: they need all statistics."""
         self._kept.zero_()
         start, stop = self._format.elements_between(
             self._shape, self._low, self._low + len(self._kept)

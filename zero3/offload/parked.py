@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.contents import check_released
 from ..checkpoint.file_operations import write_at
-from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of, read_bytes
+from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of, fill
 from ..comm.agreement import agreeing
 from ..comm.factory import give_memory_back
 from ..comm.mesh import shards_of
@@ -189,7 +189,7 @@ class _ParkingFile:
     def fetch(self, memories: Sequence[MovableMemory]) -> None:
         for place, piece in _pieces(memories):
             here = piece if piece.device.type == "cpu" else piece.cpu()
-            if read_bytes(self._file, place, bytes_of(here)) < piece.numel():
+            if fill(self._file, place, bytes_of(here)) < piece.numel():
                 raise OSError(f"{self._directory!r} has lost a part of the parked values")
             piece.copy_(here)
 

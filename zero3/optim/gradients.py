@@ -137,7 +137,7 @@ def _trainable(
 
 
 def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
-    """This rank's elements of the parameter's gradient, 1-D. None if it has none."""
+    """This rank's elements of the gradient, 1-D. None without a gradient, or without elements."""
     chunk, slot = sharded.chunk, sharded.chunk.layout.slots[sharded.index]
     for piece in chunk.pieces:
         if piece.slot == slot:

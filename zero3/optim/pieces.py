@@ -47,7 +47,7 @@ def parts_of(states: Iterable[LayerState]) -> list[nn.Parameter]:
 
 
 def trains(chunk: Chunk, name: str) -> bool:
-    """Whether the parameter does whose slot has that name."""
+    """Whether one of the chunk's parameters trains. `name`: of its slot."""
     return chunk.shard.requires_grad and name not in chunk.left_out
 
 

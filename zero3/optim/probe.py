@@ -425,8 +425,10 @@ def _step_without(
 
 def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> None:
     """Not all optimizers take a closure."""
-    takes_it = "closure" in inspect.signature(optimizer.step).parameters
-    optimizer.step(*([closure] if takes_it else []))
+    if "closure" in inspect.signature(optimizer.step).parameters:
+        optimizer.step(closure)
+    else:
+        optimizer.step()
 
 
 def _steps(

@@ -112,7 +112,7 @@ class DDPOverlap:
         return optimizer.param_groups
 
     def _begin(self) -> None:
-        """Begins an update. A rank without data gets the options from one that has data."""
+        """A rank without data, where schedules stand still, gets the options from one with data."""
         groups, ranks = self._groups, self._shards.ranks
         if (leader := ranks.roll_call([], joined=not self._forward_ran)) is not None:
             told = {"options": [options_of(group) for group in groups]}
