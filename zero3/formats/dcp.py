@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -101,16 +100,19 @@ class _Reader:
     def _block(
         self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
     ) -> Lazy:
-        @cache  # it is opened when it is first read: there may be many
-        def opened() -> Lazy:
-            found = self._item(key, offsets)
-            if not isinstance(found, Lazy) or (found.shape, found.dtype) != (sizes, dtype):
-                raise ValueError(
-                    f"{self._directory}: {key} has {found!r:.80}, expected {sizes} of {dtype}"
-                )
-            return found
+        opened: list[Lazy] = []  # when it is first read: there may be many
 
-        return Lazy(dtype, sizes, lambda start, into: opened().read(start, into))
+        def read(start: int, into: Tensor) -> None:
+            if not opened:
+                found = self._item(key, offsets)
+                if not isinstance(found, Lazy) or (found.shape, found.dtype) != (sizes, dtype):
+                    raise ValueError(
+                        f"{self._directory}: {key} has {found!r:.80}, expected {sizes} of {dtype}"
+                    )
+                opened.append(found)
+            opened[0].read(start, into)
+
+        return Lazy(dtype, sizes, read)
 
     def _item(self, key: str, offsets: tuple[int, ...] | None) -> Any:
         where = self._where.get((key, offsets)) or self._where.get((key, None))
