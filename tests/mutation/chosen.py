@@ -113,8 +113,10 @@ FAULTS = [
         "a layer's full buffer is given back behind the buffer of its gradients",
         "core/backward.py",
         "        for each in (state, *step.call.layers):\n            self.release(each)\n"
-        "        if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):\n            self._back_up(state)\n",
-        "        if step.reduce and trace.reduces and (self._only is None or self._is_for(state)):\n            self._back_up(state)\n"
+        "        only = self.reach.only\n"
+        "        if step.reduce and trace.reduces and (only is None or state in only):\n            self._back_up(state)\n",
+        "        only = self.reach.only\n"
+        "        if step.reduce and trace.reduces and (only is None or state in only):\n            self._back_up(state)\n"
         "        for each in (state, *step.call.layers):\n            self.release(each)\n",
         "core/memory",
     ),
