@@ -152,11 +152,12 @@ def test_a_part_that_is_given_other_data_is_computed_with() -> None:
 
 @WORLDS
 @pytest.mark.parametrize("options", [by_name, matrices_whole])
-def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, options: Options) -> None:
+@pytest.mark.parametrize("in_files", [False, True])
+def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, options: Options, in_files: bool, tmp_path: Path) -> None:
     """As averages of weights do to evaluate: they keep `part.data`, and give it back."""
 
     def body(group: ThreadCommunicator) -> None:
-        model = as_layers(group, models[group.rank])
+        model = as_layers(group, models[group.rank], **({"offload": str(tmp_path)} if in_files else {}))
         zero3.param_groups(model, options)
         with torch.no_grad():
             before = model(sentences(0))

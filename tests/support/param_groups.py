@@ -30,9 +30,10 @@ def build(seed: int = 0) -> list[nn.Module]:
     return modules
 
 
-def as_layers(group: ThreadCommunicator, modules: list[nn.Module] | None = None) -> zero3.Zero3Sequential:
-    process_group = group if group.world_size > 1 else None
-    return zero3.Zero3Sequential([zero3.Zero3Layer(module, process_group=process_group) for module in modules or build(group.rank)])
+def as_layers(group: ThreadCommunicator, modules: list[nn.Module] | None = None, **policy: Any) -> zero3.Zero3Sequential:
+    process_group, chosen = group if group.world_size > 1 else None, zero3.ShardingPolicy(**policy)
+    made = modules or build(group.rank)
+    return zero3.Zero3Sequential([zero3.Zero3Layer(module, process_group=process_group, policy=chosen) for module in made])
 
 
 def info_of(name: str, p: Tensor) -> ParamInfo:

@@ -49,6 +49,10 @@ class Store(Protocol):
         """
         ...
 
+    def another(self, values: Tensor) -> Tensor:
+        """The same values in another place."""
+        ...
+
     def soon(self, chunk: Chunk) -> None:
         """The chunk is fetched now."""
         ...
@@ -459,19 +463,18 @@ class Chunk:
     @torch.inference_mode(False)
     def _adopt_values_of_parts(self) -> None:
         address, size = self.shard.data_ptr(), self.shard.element_size()
-        given = [
-            part
+        if all(
+            part.parameter.data_ptr() == address + part.start * size
             for part in self.parts
-            if part.parameter.numel() and part.parameter.data_ptr() != address + part.start * size
-        ]
-        if given and not self.store.rests and not self.store.far:
-            # the caller may hold what was here, to give it back later; nothing here holds it
-            self.shard.data, given = self.shard.data.clone(), self.parts
-        for part in given:
+            if part.parameter.numel()
+        ):
+            return
+        # the caller may hold what was here, to give it back later; nothing here holds it
+        self.shard.data = self.store.another(self.shard.data)
+        for part in self.parts:
             home = self.shard.data[part.start : part.stop].view(part.parameter.shape)
             part.parameter.data = home.copy_(part.parameter.data)
-        if given:
-            torch.autograd.graph.increment_version(self.shard)
+        torch.autograd.graph.increment_version(self.shard)
 
     def finish_fetch(self) -> None:
         """Makes the compute stream wait for the gather."""

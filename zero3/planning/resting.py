@@ -44,6 +44,9 @@ class OnPaper:
     def taken(self, nbytes: int) -> int:
         return pinned_nbytes(nbytes) if self.far and not self._in_files else nbytes
 
+    def another(self, values: Tensor) -> Tensor:
+        return self.allocate(values.numel(), values.dtype)
+
     def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
         """What comes from a file passes through pinned memory."""
         if into is None or not into.numel():

@@ -75,6 +75,9 @@ class Files:
 
     # -- values
 
+    def another(self, values: Tensor) -> Tensor:
+        return self.allocate(values.numel(), values.dtype).copy_(values)
+
     def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
         if into is None:
             return values

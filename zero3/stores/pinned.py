@@ -47,6 +47,9 @@ class Pinned:
     def reserve(self, numel: int, dtypes: Sequence[torch.dtype]) -> None:
         _ = [self.allocate(numel, dtype) for dtype in dtypes]
 
+    def another(self, values: Tensor) -> Tensor:
+        return self.allocate(values.numel(), values.dtype).copy_(values)
+
     def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
         if into is None:
             return values

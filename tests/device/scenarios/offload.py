@@ -57,6 +57,31 @@ for _name in ("shard", "bf16", "no_sync", "grad_scaler", "mesh"):
     SCENARIOS[f"offload_to_files_{_name}"] = _offloading(_name, "files")
 
 
+def _other_memory_for_a_while(me: Me, offload: str | None = None) -> list[Tensor]:
+    """Averages of weights are evaluated in each step, between a backward and its step, and the values come back."""
+    model = sharded(replace(me, offload=offload))
+    groups = zero3.param_groups(model, lambda name, info: {"weight_decay": 0.1 * (info.ndim > 1)})
+    optimizer, seen, changed = torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=True), list[Tensor](), list[Tensor]()
+    for step in range(3):
+        loss_of(model, me, step).backward()
+        kept = [(part, part.data, part.detach().clone()) for part in zero3.get_trainable_chunk(model)]
+        for part, held, _ in kept:
+            part.data = 0.5 * held
+        with torch.no_grad():
+            seen.append(loss_of(model, me, 10 + step))
+        for part, held, _ in kept:
+            part.data = held
+        changed += [(held != before).any() for _, held, before in kept]
+        update(optimizer)
+    assert not any(changed)
+    return [*seen, *values(model)]
+
+
+SCENARIOS["other_memory_for_a_while"] = _other_memory_for_a_while
+SCENARIOS["offload_to_cpu_and_other_memory_for_a_while"] = lambda me: _other_memory_for_a_while(me, "cpu")
+SCENARIOS["offload_to_files_and_other_memory_for_a_while"] = lambda me: _other_memory_for_a_while(me, me.directory)
+
+
 @scenario
 def offload_optimizer_to_files(me: Me) -> list[Tensor]:
     model = sharded(replace(me, offload=me.directory))
