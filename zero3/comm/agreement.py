@@ -41,10 +41,9 @@ def agree(
     communicator: Communicator,
     device: torch.device,
     subject: str,
-    lines: Sequence[str],
+    lines: Sequence[str] | None,
     error: Exception | None = None,
     *,
-    absent: bool = False,
     note: bytes = bytes(NOTE_BYTES),
     caller: str = "",
 ) -> list[bytes]:
@@ -59,9 +58,9 @@ def agree(
         communicator: The ranks that compare.
         device: Where the tensors for the exchange are made.
         subject: The name of what is compared, for errors.
-        lines: What has to be the same on all ranks.
+        lines: What has to be the same on all ranks. None: this rank only listens, and raises what
+            the others raise.
         error: A mistake that this rank has found.
-        absent: This rank only listens, and raises what the others raise.
         note: `NOTE_BYTES` bytes that are sent too, and not compared.
         caller: The public function whose first collective this is, for the error if not all ranks
             call it, where `subject` is not its name.
@@ -86,7 +85,7 @@ def agree(
     text = json.dumps(
         {
             "subject": subject,
-            "lines": list(lines),
+            "lines": list(lines or ()),
             "kind": kind,
             "error": said if error is not None else "",
         }
@@ -100,7 +99,7 @@ def agree(
         Subject(subject),
         caller or _function_in(subject),
     ):
-        told = communicator.exchange(_ABSENT if absent else note + digest, device)
+        told = communicator.exchange(_ABSENT if lines is None else note + digest, device)
         notes, digests = zip(
             *((each[:NOTE_BYTES], each[NOTE_BYTES:]) for each in told), strict=True
         )

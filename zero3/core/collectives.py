@@ -231,7 +231,7 @@ class Agree:
 
     def take_part(self) -> None:
         """As a listener."""
-        agree(self.communicator, self.layer.device, "what comes next", [], absent=True)
+        agree(self.communicator, self.layer.device, "what comes next", None)
 
 
 @dataclass(frozen=True, slots=True)

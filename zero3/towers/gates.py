@@ -96,9 +96,9 @@ class Gate:
         if _someone_raised(found):
             agree(self.communicator, _CPU, "the call of a tower", [], self.error)
         if wrong := _apart(found):
-            said = self.lines() if self.mine in wrong else ()
+            said = self.lines() if self.mine in wrong else None
             try:
-                agree(self.communicator, _CPU, self.at, said, absent=self.mine not in wrong)
+                agree(self.communicator, _CPU, self.at, said)
             except ValueError as error:
                 if not any(each.flags & _TELLS_LAYERS for each in wrong):
                     error.args = (f"{error} {_REMEDY}",)
@@ -108,7 +108,7 @@ class Gate:
     def take_part(self) -> None:
         found = self._exchange(_ABSENT)
         if _someone_raised(found) or _apart(found):
-            agree(self.communicator, _CPU, "what comes next", [], absent=True)
+            agree(self.communicator, _CPU, "what comes next", None)
 
     def _exchange(self, mine: bytes) -> list[Message]:
         """What the ranks tell that are not absent."""
