@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zero3
+from tests.support.experts import made, tokens
 from tests.support.processes import Rank, on_ranks, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_close
@@ -100,6 +101,24 @@ def test_batch_finder_keeps_its_size_and_what_was_there_before() -> None:
 
     wanted = expected_of(2, 8, 3)
     assert run_ranks(2, body) == [[2, [1, 7], [2, 2, 2, 2], [2, 2, 2, 2]]] * 2
+
+
+def test_what_is_exchanged_between_gathers_is_known_before_a_micro_batch_may_fail() -> None:
+    """The very first one gathers layer after layer, and those after it gather ahead."""
+
+    def body(group: ThreadCommunicator) -> list[bool]:
+        model = zero3.shard(made(), process_group=group, policy=zero3.ShardingPolicy(expert_parallel=True))
+        finder, failed = zero3.BatchFinder(model), []
+        for micro in finder.micro_batches(tokens(0, 0)):
+            with micro:
+                loss = model(micro.data).sum()
+                if micro.rows > 1 and group.rank:
+                    raise torch.OutOfMemoryError("made up")
+                loss.backward()
+            failed.append(micro.failed)
+        return failed
+
+    assert run_ranks(2, body) == [[False, False, True, False, False]] * 2
 
 
 def test_batch_finder_with_kept_gradients_and_on_one_rank() -> None:

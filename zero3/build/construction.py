@@ -200,7 +200,7 @@ def agree_on(
         error = nothing_selected(
             f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters
         )
-    lines = [f"{each.label}: {line}" for each in examined for line in each.lines] + [*more]
+    lines = [*more, *(f"{each.label}: {line}" for each in examined for line in each.lines)]
     with ExitStack() as held:  # until all ranks have looked: those of one host share a disk
         try:
             for each in examined if error is None else ():

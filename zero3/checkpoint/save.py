@@ -236,9 +236,8 @@ class _Prepared:
         tensors = (f"{name}: {described}" for name, described in self.content["tensors"].items())
         asked = self.asked
         where = f"name: {self.directory.name}" if asked.local else f"path: {self.directory}"
-        tier = [f"local: {asked.local}", f"replicas: {asked.replicas}"]
-        kept = f"keep_last: {asked.keep_last}"
-        return [where, *tier, kept, f"run: {self.run}", *tensors]
+        tier = [f"local: {asked.local}", where, f"replicas: {asked.replicas}"]
+        return [*tier, f"keep_last: {asked.keep_last}", f"run: {self.run}", *tensors]
 
     @property
     def leads(self) -> bool:

@@ -23,7 +23,16 @@ from torch import nn
 from ..access import reset, used
 from ..comm.agreement import tell_all
 from ..conductors.conducted import Other, unconducted
-from ..core.collectives import Agree, Collective, CompareLogs, Conductor, Round
+from ..core.collectives import (
+    Activity,
+    Agree,
+    Collective,
+    CompareLogs,
+    Conductor,
+    Gather,
+    Look,
+    Round,
+)
 from ..core.layer_state import LayerState, accounts_of
 from ..layer import runtimes_in
 from ..towers.entering import refuse_towers
@@ -216,9 +225,16 @@ class CollectiveReplay:
             known[:] = [done, *(other for other in known if other != done)][:MAX_KNOWN]
         elif runtimes := runtimes_in(self._model):
             # without the comparisons: the next micro-batch calls layers in a known order, so it
-            # needs none
+            # needs none. But it gathers ahead, so that exchanges come later among its gathers
             known_ground = tuple(what for what in self._done if not isinstance(what, Agree))
-            runtimes[0].replays[self._kind] = _Script(self._expectations(), [known_ground])
+            expectations = self._expectations()
+            stays = (
+                self._found == expectations
+                or not self._states[0].policy.prefetch_depth
+                or not _exchanges_between_gathers(known_ground)
+            )
+            known = [known_ground] if stays else []
+            runtimes[0].replays[self._kind] = _Script(expectations, known)
 
     def make_the_rest(self) -> None:
         """Makes the remaining collectives of this micro-batch, together with the other ranks."""
@@ -312,11 +328,24 @@ def _kind_of(states: Sequence[LayerState]) -> tuple[object, ...]:
     )
 
 
+def _exchanges_between_gathers(done: Sequence[Collective]) -> bool:
+    """Whether a forward transfers anything else than chunks: where the order of layers is known,
+    gathers are made ahead of that.
+    """
+    forward = False
+    for what in done:
+        if isinstance(what, Round):
+            forward = what.begins and what.activity is Activity.FORWARD
+        elif forward and not isinstance(what, Gather | Look):
+            return True
+    return False
+
+
 def knows_transfers(model: nn.Module, states: Sequence[LayerState]) -> bool:
     """Whether a rank that fails in a guarded micro-batch could make the rest of its transfers."""
     kind = _kind_of(states)
-    known = any(kind in runtime.replays for runtime in runtimes_in(model))
-    return known or states[0].communicator.world_size == 1
+    scripts = [runtime.replays[kind] for runtime in runtimes_in(model) if kind in runtime.replays]
+    return any(script.known for script in scripts) or states[0].communicator.world_size == 1
 
 
 def tell_end(first: LayerState, trouble: Trouble | None) -> list[Trouble | None]:

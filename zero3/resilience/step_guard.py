@@ -50,9 +50,9 @@ def step_guard(
 
     A rank that fails makes the rest of the transfers, because the other ranks wait for them. It
     knows them from the latest guarded micro-batch that began with the same transfers. If there is
-    none, as in the first micro-batch, the rank raises its error, and the other ranks raise at the
-    group's timeout. If a transfer itself fails, every rank raises, because the ranks can't
-    communicate any more.
+    none, as in the first micro-batch (and in the second, where a forward exchanges tokens or parts
+    of sequences), the rank raises its error, and the other ranks raise at the group's timeout. If a
+    transfer itself fails, every rank raises, because the ranks can't communicate any more.
 
     Args:
         model: Any model that contains zero3 layers, with `stage=3` and without `dynamic`.
