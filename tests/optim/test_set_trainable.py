@@ -161,6 +161,26 @@ def test_an_optimizer_made_before_raises_where_it_would_leave_something_out(worl
     run_ranks(world_size, body)
 
 
+@pytest.mark.parametrize("align", [4, 0], ids=["aligned", "anywhere"])
+def test_an_optimizer_made_before_raises_on_ranks_that_hold_parts_of_other_chunks_too(align: int) -> None:
+    models = [stack() for _ in range(3)]
+
+    def body(group: ThreadCommunicator) -> list[int]:
+        model = sharded(models, group)
+        zero3.set_trainable(model, lambda name, info: name in ("blocks.1.down.bias", "blocks.2.up.bias"))
+        groups = zero3.param_groups(model, lambda name, info: {"lr": 0.1, **({"align": align} if align else {})})
+        optimizer = torch.optim.AdamW(groups)
+        held = [parameter.numel() for made in groups for parameter in made["params"]]
+        zero3.set_trainable(model, lambda name, info: name.startswith("blocks.1."))
+        train(model, Turn(0, 0, 1))
+        with pytest.raises(RuntimeError, match=r"set_trainable has put others"):
+            optimizer.step()
+        return held
+
+    held = run_ranks(3, body)
+    assert not align or held == [[5], [9], [0]], "two ranks have no part of the chunk that is cut anew"
+
+
 def test_set_trainable_keeps_the_state_of_an_optimizer_by_names() -> None:
     models, plain = [stack() for _ in range(2)], stack()
     optimizer = adam(plain.parameters())

@@ -103,16 +103,18 @@ def _divided(
         for chunk in family.chunks:
             for number, parameter in divide(state, chunk, answers.chooser(state)):
                 groups[number]["params"].append(parameter)
-    divided = any(
-        part.parameter is not chunk.shard
+    cut = [
+        chunk.parts[0].parameter
         for family in found
         for chunk in family.chunks
-        for part in chunk.parts
-    )
+        if chunk.parts[0].parameter is not chunk.shard
+    ]
     for chunk in (chunk for state in states for chunk in state.chunks):
-        chunk.count_as_divided(divided)
+        chunk.count_as_divided(bool(cut))
     for made, group in zip(groups, answers.groups, strict=True):
-        made["params"] = made["params"] or [placeholder(states[0], group.first, whole=group.whole)]
+        if not made["params"]:
+            like, whole = group.first, group.whole
+            made["params"] = [placeholder(states[0], like, whole=whole, beside=cut[0])]
     return groups
 
 

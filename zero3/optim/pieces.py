@@ -5,7 +5,7 @@ optimizers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -15,9 +15,12 @@ from ..core.layer_state import LayerState
 from ..core.layout import Slot
 from ..core.released import ReleasedParameter
 from ..core.sites import become
-from ..guards.marks import mark
+from ..guards.marks import Owner, mark
 
 __all__: list[str] = []
+
+
+_GRAD: Any = torch.Tensor.grad  # the descriptor
 
 
 class Superseded(nn.Parameter):
@@ -39,6 +42,27 @@ class Superseded(nn.Parameter):
         )
 
     grad = property(_raise, _raise)
+
+
+class _Placeholder(nn.Parameter):
+    """Stands in a group of which this rank has no part. It never has a gradient, and raises once
+    others have replaced the ranks' parts.
+    """
+
+    zero3_beside: Owner  # a part of the same division
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        beside = vars(self).get("zero3_beside")  # a copy has none
+        if beside is not None and isinstance(beside(), Superseded | None):
+            supersede(self, "what stands for other ranks' parts of chunks")
+            return self.grad  # raises
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, gradient)
 
 
 def parts_of(states: Iterable[LayerState]) -> list[nn.Parameter]:
@@ -170,10 +194,16 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part], left_out: froze
 
 
 def placeholder(
-    state: LayerState, like: ReleasedParameter | nn.Parameter, *, whole: bool
+    state: LayerState,
+    like: ReleasedParameter | nn.Parameter,
+    *,
+    whole: bool,
+    beside: nn.Parameter,
 ) -> nn.Parameter:
     """Makes an empty parameter for a group without parts on this rank. It leads to the ranks that
-    have parts, and never has a gradient.
+    have parts, and never has a gradient. `beside`: a part that is replaced when theirs are.
     """
     shape = (0,) * (max(1, like.ndim) if whole else 1)
-    return mark(nn.Parameter(torch.empty(shape, dtype=like.dtype, device=state.device)), state)
+    made = _Placeholder(torch.empty(shape, dtype=like.dtype, device=state.device))
+    made.zero3_beside = Owner(beside)
+    return mark(made, state)

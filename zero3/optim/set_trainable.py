@@ -81,20 +81,17 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
     }
     thawed = any(answer and not before[place] for place, answer in wanted.items())
     divided = [family for state in states for family in _families(state, wanted)]
-    again = [(family, _layouts(family)) for family in divided]
-    repartition(again)
+    repartition([(family, _layouts(family)) for family in divided])
+    # of all chunks, because ranks may hold parts of different ones
+    renews = thawed or bool(divided)
     for state in states:
         for sharded in state.parameters:
             chosen = wanted[state, sharded.sites.name]
             if sharded.sites.parameter.requires_grad != chosen:
                 sharded.sites.parameter.requires_grad_(chosen)
         for chunk in state.chunks:
-            _follow(
-                state,
-                chunk,
-                wanted,
-                renews=thawed and not any(chunk in family.chunks for family in divided),
-            )
+            new = any(chunk in family.chunks for family in divided)
+            _follow(state, chunk, wanted, renews=renews and not new)
 
 
 def _asked(
@@ -161,12 +158,8 @@ def _layouts(family: Family) -> list[ChunkLayout]:
 
 @torch.no_grad()
 def _follow(state: LayerState, chunk: Chunk, wanted: Trains, *, renews: bool) -> None:
-    chosen = wanted[state, chunk.layout.slots[0].name]
-    was_divided = (
-        any(trains(chunk, slot.name) != chosen for slot in chunk.layout.slots)
-        and chunk.shard.requires_grad == chosen
-    )
+    chosen, trained = wanted[state, chunk.layout.slots[0].name], chunk.shard.requires_grad
     for parameter in (chunk.shard, *(part.parameter for part in chunk.parts)):
         parameter.requires_grad_(chosen)
-    if (renews and chosen) or was_divided:
+    if renews and (chosen or trained):
         renew(state, chunk)
