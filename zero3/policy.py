@@ -82,11 +82,13 @@ def place_of(place: object, expected: str) -> str:
 
     Raises:
         TypeError: It is neither.
-        ValueError: It is a text that can only be a mistaken keyword, and no directory.
+        ValueError: It is empty, or a text that can only be a mistaken keyword, and no directory.
     """
     text = os.fspath(place) if isinstance(place, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise TypeError(f"{expected}, found {place!r}")
+    if not text:
+        raise ValueError(f"{expected}, found an empty text")
     if (
         isinstance(place, str)
         and text != "cpu"
@@ -312,9 +314,7 @@ class ShardingPolicy:
     def _check_offload(self) -> None:
         if self.offload is None:
             return
-        place = place_of(self.offload, 'offload must be "cpu", a directory or None')
-        if place == "":
-            raise ValueError('offload must be "cpu", a directory or None, found an empty text')
+        place_of(self.offload, 'offload must be "cpu", a directory or None')
         # files are made later too, perhaps after the process has changed its directory
         if self.offload != "cpu":
             object.__setattr__(self, "offload", os.path.abspath(self.offload))

@@ -308,7 +308,9 @@ def test_parked_refuses_by_name_on_all_ranks_and_nothing_has_moved(tmp_path: Pat
 
         refused(ValueError, r"rank 1: parked: the optimizer holds 1 parameters", strangers[1] if group.rank else optimizer)
         refused(TypeError, "rank 0: expected a torch.optim.Optimizer", "AdamW")
-        refused(TypeError, r"rank 0: parked\(to=3\): expected 'cpu' or a directory", to=3)
+        refused(TypeError, r'rank 0: parked\(to=\) must be "cpu" or a directory, found 3', to=3)
+        refused(ValueError, r"rank 1: parked\(to=\) must be .*, found an empty text", to="" if group.rank else tmp_path)
+        refused(ValueError, r"rank 0: parked\(to=\) must be .*, found 'disk'. Did you mean", to="disk")
         refused(OSError, "rank 1: ", to=tmp_path / ("file" if group.rank else "fine") / "inside")
         refused(ValueError, "ranks differ in parked", to="cpu" if group.rank else tmp_path)
         with zero3.full_params(model):

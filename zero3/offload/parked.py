@@ -31,6 +31,7 @@ from ..core.layer_state import LayerState, accounts_of, ignored_of
 from ..door import Door, used_between
 from ..optim.several import held_by, members_of
 from ..optim.state_memory import land_steps
+from ..policy import place_of
 from ..scratch.nameless_file import room_on_disk
 
 __all__: list[str] = []
@@ -65,8 +66,8 @@ def parked(
             the model, a save, a load, and all else that uses values. At the end, on every rank: one
             has too little memory. The error names it, and the bytes; the model stays parked, and
             all ranks may try again by the context's `__exit__(None, None, None)`.
-        ValueError: Nothing in `model` is sharded, or an optimizer holds other parameters. Every
-            rank raises it.
+        ValueError: Nothing in `model` is sharded, an optimizer holds other parameters, or `to` is
+            a text that can be no directory. Every rank raises it.
         TypeError: `to` is no path, or `optimizer` no optimizer. Every rank raises it.
         OSError: There is no room on the disk, or the directory can't be written. Every rank raises
             it, and nothing has moved.
@@ -204,9 +205,8 @@ def _pieces(memories: Iterable[MovableMemory]) -> Iterator[tuple[int, Tensor]]:
 
 
 def _place_for(to: object) -> _HostCopies | _ParkingFile:
-    if not isinstance(to, str | os.PathLike):
-        raise TypeError(f"parked(to={to!r}): expected 'cpu' or a directory")
-    return _HostCopies() if to == "cpu" else _ParkingFile(os.path.abspath(to))
+    place = place_of(to, 'parked(to=) must be "cpu" or a directory')
+    return _HostCopies() if to == "cpu" else _ParkingFile(os.path.abspath(place))
 
 
 class _Parked:
