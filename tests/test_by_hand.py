@@ -186,6 +186,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "fetch and release": (lambda m, r: zero3.release(m) if r else zero3.fetch(m), "ranks are not at the same point"),
     "a part of a layer": (lambda m, r: zero3.fetch(m.blocks[0].up), "inside a layer"),
     "another order": (lambda m, r: zero3.set_forward_order(m, [m.blocks[r]]), "ranks differ in set_forward_order"),
+    "nothing that has layers, on one rank": (
+        lambda m, r: zero3.set_forward_order(m, 3 if r else [m.head]),
+        "rank 1: .*a list of modules, found a int",
+    ),
+    "no layer, on one rank": (lambda m, r: zero3.set_forward_order(m, iter([m.norm if r else m.head])), "rank 1: .*LayerNorm is no layer"),
     "no layer": (lambda m, r: zero3.set_forward_order(m, [m.norm]), "LayerNorm is no layer"),
     "a part of the model": (lambda m, r: zero3.set_forward_order(m.blocks, [m.blocks[0]]), "is not what zero3.shard has sharded"),
 }
@@ -198,7 +203,7 @@ def test_mistakes_by_hand_are_told_to_all_ranks(mistake: str) -> None:
 
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(models[group.rank], process_group=group)
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises((ValueError, TypeError), match=says):
             act(model, group.rank)
         assert_at_rest(model)
         train(model, Turn(0, 0, 1))

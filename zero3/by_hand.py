@@ -4,12 +4,13 @@ that are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import cast
 
 from torch import nn
 
 from .access import used
-from .comm.agreement import agree
+from .comm.agreement import agree, agreeing
 from .core.layer_state import LayerState, Presence
 from .layer import layers_of, runtimes_in
 
@@ -74,7 +75,7 @@ def release(module: nn.Module) -> None:
     _tell_runtimes(module)
 
 
-def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+def set_forward_order(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Tells in which order the next forward will call the layers, so that it fetches ahead without
     having seen one.
 
@@ -91,6 +92,7 @@ def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     Raises:
         ValueError: Nothing in `model` is sharded, an item is no layer of it, or ranks pass
             different orders; on every rank.
+        TypeError: `layers` is no list; on every rank.
 
     Example::
 
@@ -100,23 +102,22 @@ def set_forward_order(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     known = {id(layer): layer._state for layer in layers_of(model)}
     runtimes = runtimes_in(model)
     root = vars(model).get("_zero3_root")
-    order = [known[id(layer)] for layer in layers if id(layer) in known]
-    error: Exception | None = None
-    if wrong := [type(layer).__name__ for layer in layers if id(layer) not in known]:
-        error = ValueError(
-            f"set_forward_order: a {wrong[0]} is no layer of this {type(model).__name__}"
-        )
-    elif root is None or len(runtimes) != 1:
-        error = ValueError(
-            f"set_forward_order: this {type(model).__name__} is not what zero3.shard has sharded"
-        )
-    agree(
-        states[0].communicator,
-        states[0].device,
-        "set_forward_order",
-        [state.name_among_ranks for state in order],
-        error,
-    )
+    order: list[LayerState] = []
+    with agreeing(states[0].communicator, states[0].device, "set_forward_order") as lines:
+        if not isinstance(cast(object, layers), Iterable):
+            found = type(layers).__name__
+            raise TypeError(f"set_forward_order: layers must be a list of modules, found a {found}")
+        model_kind = type(model).__name__
+        for layer in layers:
+            if id(layer) not in known:
+                wrong = type(layer).__name__
+                raise ValueError(f"set_forward_order: a {wrong} is no layer of this {model_kind}")
+            order.append(known[id(layer)])
+        if root is None or len(runtimes) != 1:
+            raise ValueError(
+                f"set_forward_order: this {model_kind} is not what zero3.shard has sharded"
+            )
+        lines += [state.name_among_ranks for state in order]
     calls = runtimes[0].orders[0]
     calls.expect([(root, *order), *calls.known])
 
