@@ -122,6 +122,8 @@ def test_a_file_that_ends_too_soon_is_an_error(tmp_path: Path) -> None:
 
 def test_bad_directories(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for wrong in (tmp_path / "none", tmp_path / "file", ""):
+    with pytest.raises(ValueError, match=r'to must be "cpu" or a directory, found an empty text'):
+        zero3.offload_activations("")
+    for wrong in (tmp_path / "none", tmp_path / "file"):
         with pytest.raises(ValueError, match=r"can't hold what is offloaded.*Name a directory"):
             zero3.offload_activations(wrong)
