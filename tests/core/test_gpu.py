@@ -106,12 +106,14 @@ def _memory_of_a_step(me: Rank, depth: int) -> None:
     rank = me.number
     torch.cuda.set_device(0)
     width = 1024
+    torch.randn(8, width, device="cuda") @ torch.randn(width, width, device="cuda")  # cuBLAS's workspace stays for good
+    before = torch.cuda.memory_allocated()
     sharded = Zero3Sequential([Zero3Layer(block, policy=ShardingPolicy(prefetch_depth=depth)) for block in blocks(width=width)])
     layer = sum(slot.numel for slot in sharded[0]._state.chunks[0].layout.slots) * 4
     shard = layer // 2
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()
-    assert start == pytest.approx(DEPTH * shard, rel=0.01)
+    assert start - before == pytest.approx(DEPTH * shard, rel=0.01), (start, before)
     torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
         sharded(batch(0, rank, width))
@@ -135,6 +137,7 @@ def test_a_step_holds_what_the_formula_says(depth: int) -> None:
     on_ranks(2, _memory_of_a_step, depth)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_never_waits_for_the_gpu(nccl: None) -> None:
     """No host synchronisation: torch raises at every one of them in this mode."""
     model = Zero3Sequential([Zero3Layer(block) for block in blocks()])

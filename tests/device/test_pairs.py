@@ -27,25 +27,38 @@ LIVES = [
 def launch(world: World, body: Callable[[Place], Any], parts: int = 1) -> list[Any]:
     from tests.device.ranks import run_ranks
 
-    replicas, shards = world
-    size = max(1, replicas) * shards
+    size = ranks_in(world)
 
     def rank(number: int) -> Any:
-        device = torch.device("cuda", number)
-        sizes = [*([replicas] if replicas else []), shards // parts, parts][: 3 if parts > 1 else 2]
-        names = ("dp_replicate", "dp_shard", "sp")[not replicas : 3 if parts > 1 else 2]
-        mesh = init_device_mesh("cuda", tuple(sizes), mesh_dim_names=names) if replicas or parts > 1 else None
-        return body(Place(number, size, mesh, device))
+        return body(Place(number, size, mesh_of(world, parts), torch.device("cuda", number)))
 
     return run_ranks(size, rank)
+
+
+def ranks_in(world: World) -> int:
+    return max(1, world[0]) * world[1]
+
+
+def mesh_of(world: World, parts: int) -> Any:
+    """None where the default group will do."""
+    replicas, shards = world
+    if not replicas and parts == 1:
+        return None
+    sizes = [*([replicas] if replicas else []), shards // parts, parts][: 3 if parts > 1 else 2]
+    names = ("dp_replicate", "dp_shard", "sp")[not replicas : 3 if parts > 1 else 2]
+    return init_device_mesh("cuda", tuple(sizes), mesh_dim_names=names)
+
+
+def life_of(names: Names, seed: int = 0) -> Life:
+    # where tokens travel, a rank that fails has to have seen a micro-batch of its kind with prefetching, too: that moves gathers among them
+    epochs = 3 if "step_guard failing" in names and any(name.startswith(("expert_parallel", "sequences")) for name in names) else 2
+    return Life([row for name, row in ROWS.items() if name in names], seed, epochs=epochs)
 
 
 def lead(names: Names, seed: int) -> None:
     from tests.device import simulated
 
-    # where tokens travel, a rank that fails has to have seen a micro-batch of its kind with prefetching, too: that moves gathers among them
-    epochs = 3 if "step_guard failing" in names and any(name.startswith(("expert_parallel", "sequences")) for name in names) else 2
-    life = Life([row for name, row in ROWS.items() if name in names], seed, epochs=epochs)
+    life = life_of(names, seed)
     dice, folder = life.dice("schedule"), scratch()
     policy, memory = dice.choice([*simulated.POLICIES, "demand"]), dice.choice(["strict", "exact"])
     simulated.schedule(policy, seed, progress=dice.choice([0.0, 0.05, 0.3]), memory=memory)

@@ -349,9 +349,10 @@ class Plain(Side):
 
     prefix = "plain_"
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, device: torch.device) -> None:
         super().__init__(life)
-        self.model = made(life.shape)
+        self.device = device
+        self.model = made(life.shape).to(device)
         self.kept: dict[int, dict[str, Tensor]] = {}  # of each rank, what waits for its reduction
         self.now = self.model  # what computes
         self.each("begins")
@@ -484,9 +485,9 @@ def rounded(values: Tensor, kind: Any) -> Tensor:
     return kind.dequantize(kind.quantize(flat), values.dtype).t().reshape(values.shape)
 
 
-def told(life: Life) -> Plain:
-    """The life in one process."""
-    plain = Plain(life)
+def told(life: Life, device: torch.device) -> Plain:
+    """The life in one process, on `device`."""
+    plain = Plain(life, device)
     for chapter, world in enumerate(life.chapters):
         plain.enter(world)
         plain.lead(life.epochs(chapter))
@@ -516,9 +517,9 @@ def shared(life: Life, launch: Launch, folder: Path, body: Body) -> Iterator[lis
         yield launch(world, rank, parts=parts) if parts > 1 else launch(world, rank)
 
 
-def live(life: Life, launch: Launch, folder: Path) -> None:
-    """Leads the life on both sides, and compares all that was shown, and the parameters of the end."""
-    expected = told(life)
+def live(life: Life, launch: Launch, folder: Path, device: torch.device = torch.device("cpu")) -> None:
+    """Leads the life on both sides, and compares all that was shown, and the parameters of the end. `device`: of the one process."""
+    expected = told(life, device)
 
     def body(one: Sharded) -> Any:
         shown = {place: value.cpu() for place, value in one.shown.items()}  # only now: on a device the host would wait
@@ -527,11 +528,11 @@ def live(life: Life, launch: Launch, folder: Path) -> None:
 
     for found in shared(life, launch, folder, body):
         for rank, shown, state in found:
-            theirs = {place: value for place, value in expected.shown.items() if place in shown}
+            theirs = {place: value.cpu() for place, value in expected.shown.items() if place in shown}
             assert_close(shown, theirs, life.tolerance, f"rank {rank}")
             if rank == 0 and len(life.chapters) == 1:
                 assert shown.keys() == {place for place in expected.shown if place[0] == 0}
             if state:
-                end = {name: value for name, value in expected.model.state_dict().items() if not expected.is_quantised(name)}
+                end = {name: value.cpu() for name, value in expected.model.state_dict().items() if not expected.is_quantised(name)}
                 mine = {name: value.cpu() for name, value in state.items() if name in end}
                 assert_close(mine, end, life.tolerance, f"parameters on rank {rank}")

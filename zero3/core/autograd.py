@@ -44,16 +44,6 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def note_in_thread(key: str, value: object) -> None:
-    """torch keeps a note for this thread, and for those that run the backwards that it begins."""
-    torch._C._stash_obj_in_tls(key, value)
-
-
-def noted_in_thread(key: str) -> Any:
-    """None: nothing."""
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
-
-
 # The functions that follow are torch's own, since each layer asks them.
 
 # The number of this thread's backward. A backward inside another one (reentrant checkpointing) has
