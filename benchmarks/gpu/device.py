@@ -30,6 +30,14 @@ class Gpu:
     def peaks(self) -> dict[str, int]:
         return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def outside(self) -> int:
+        """Bytes of the card that torch's allocator has not reserved, and that are not free: CUDA's context, kernels, libraries."""
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
     def link(self, bytes_per_second: float) -> Callable[[int], None]:
         """One link that carries one transfer at a time: the current stream goes on when the link has carried its bytes.
 
@@ -70,6 +78,11 @@ class Cpu(Gpu):
 
     def peaks(self) -> dict[str, int]:
         return {"allocated": 0, "reserved": 0}
+
+    def empty_cache(self) -> None: ...
+
+    def outside(self) -> int:
+        return 0
 
     def link(self, bytes_per_second: float) -> Callable[[int], None]:
         return lambda nbytes: time.sleep(nbytes / bytes_per_second)

@@ -98,8 +98,10 @@ def overlap_table(found: dict[str, Any]) -> str:
             communication = entry["nbytes"] / speed if speed else 0.0
             best = max(computation, communication)
             times = [f"{value * 1e3:.1f}" for value in (entry["seconds"], computation, communication)]
-            rows.append([name, system, *times, f"{entry['seconds'] / best:.2f}", f"{entry['nbytes'] / GIGABYTE:.2f}"])
-    return markdown(["link", "system", "ms a step", "computation ms", "communication ms", "x max of the two", "GB a step"], rows)
+            memory = [f"{entry[key] / GIGABYTE:.2f}" for key in ("nbytes", "allocated", "reserved")]
+            rows.append([name, system, *times, f"{entry['seconds'] / best:.2f}", *memory])
+    columns = ["ms a step", "computation ms", "communication ms", "x max of the two", "GB a step", "peak allocated GB", "peak reserved GB"]
+    return markdown(["link", "system", *columns], rows)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -95,12 +95,13 @@ def over_a_link(system: str, shape: Shape, depth: int, steps: int, ranks: int, s
         transfers.replace(carry)
         steps_of(training, x, 2, of)
         carried[0] = 0
+        of.restart_peaks()
         on_device, on_host = steps_of(training, x, steps, of)
-        nbytes = carried[0] / steps
+        nbytes, peaks = carried[0] / steps, of.peaks()
         if picture and system == "zero3":
             with zero3.profile(training.model) as found:
                 one_step(training, x)
                 of.synchronize()
             Path(picture).parent.mkdir(parents=True, exist_ok=True)
             found.draw(picture)
-    return {"seconds": median(on_device), "host": median(on_host), "nbytes": nbytes}
+    return {"seconds": median(on_device), "host": median(on_host), "nbytes": nbytes, **peaks}

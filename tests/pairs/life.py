@@ -134,7 +134,7 @@ class Row:
         return optimizer
 
     def plain_between(self, one: Plain) -> None: ...
-    def plain_around(self) -> AbstractContextManager[Any]:
+    def plain_around(self, one: Plain) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def plain_weight(self, one: Plain) -> float:
@@ -437,7 +437,7 @@ class Plain(Side):
             self.prepare(model, rank, micro)
             with ExitStack() as stack:
                 for row in self.life.rows:
-                    stack.enter_context(row.plain_around())
+                    stack.enter_context(row.plain_around(self))
                 loss = self.measured(model, data)
                 for row in self.life.rows:
                     loss = row.loss(self, loss, data, rank)

@@ -379,8 +379,8 @@ class Autocast(Row):
     def around(self, one: Sharded, micro: int) -> AbstractContextManager[Any]:
         return torch.autocast(one.device.type, torch.bfloat16)
 
-    def plain_around(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16)
+    def plain_around(self, one: Plain) -> AbstractContextManager[Any]:
+        return torch.autocast(one.device.type, torch.bfloat16)
 
 
 class Compiled(Row):
