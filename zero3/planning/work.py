@@ -49,19 +49,13 @@ def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:
     if func.is_view or any(word in func.__name__ for word in ("empty", "detach", "_unsafe_view")):
         return None
     nbytes = _moved(func, args, result)
+    if "attention" in func.__name__:  # torch 2.11 counts none with grouped heads
+        flops = _computed(func, args) * _attention(func, args)
+        return Work(int(flops), nbytes, 0 if "cpu" in func.__name__ else _narrow(func, args), 1)
     count: Callable[..., int] | None = flop_counter.flop_registry.get(func.overloadpacket)
-    if count is None and "flash_attention_for_cpu" in func.__name__:
-        return Work(
-            int(_computed(func, args) * _attention(args, backward="backward" in func.__name__)),
-            nbytes,
-            0,
-            1,
-        )
     if count is None:
         return Work(0, nbytes, 0, 1)
-    return Work(
-        int(_computed(func, args) * count(*args, out_val=result)), nbytes, _narrow(func, args), 1
-    )
+    return Work(count(*args, out_val=result), nbytes, _narrow(func, args), 1)
 
 
 def _moved(func: Any, args: Sequence[Any], result: Any) -> int:
@@ -106,9 +100,10 @@ def _narrow(func: Any, args: Sequence[Any]) -> int:
     return min((size for leaf in matrices for size in leaf.shape[-2:]), default=0)
 
 
-def _attention(args: Sequence[Any], *, backward: bool) -> int:
-    """As torch counts it elsewhere: two products in forward, five in backward, of all pairs."""
-    query, key = args[1:3] if backward else args[0:2]
+def _attention(func: Any, args: Sequence[Any]) -> int:
+    """Two products in forward, five in backward, of all pairs."""
+    backward, given = "backward" in func.__name__, _given(func, args)
+    query, key = given["query"], given["key"]
     product = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
     return int(product * (5 if backward else 2))
 
