@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 import zero3
 from tests.checkpoint.test_save_and_load import save
-from tests.support.checkpoints import assert_same, odd, on_ranks
+from tests.support.checkpoints import assert_same, odd, on_ranks, train
 from tests.support.ranks import ThreadCommunicator
 
 
@@ -68,6 +69,35 @@ def test_save_checkpoint_and_load_checkpoint_mistakes_are_everybodys(tmp_path: P
             zero3.load_checkpoint(tmp_path, model)
 
     on_ranks(2, body)
+
+
+ONE_RANKS: dict[str, tuple[Callable[[Path, Any, Any, bool], Any], str]] = {
+    "weights": (
+        lambda path, model, optimizer, odd: zero3.load_checkpoint(path, model, optimizer, weights=not odd),
+        "ranks differ in the checkpoint that load_checkpoint found: rank 0: weights: True; rank 1: weights: False",
+    ),
+    "path": (lambda path, model, optimizer, odd: zero3.load_checkpoint(None if odd else path, model), "rank 1: .*PathLike.*NoneType"),  # type: ignore[arg-type]
+    "directory": (
+        lambda path, model, optimizer, odd: zero3.latest_checkpoint(3 if odd else path.parent, model=model),  # type: ignore[arg-type]
+        "rank 1: .*PathLike.*int",
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", ONE_RANKS)
+def test_load_checkpoint_and_latest_checkpoint_with_an_argument_of_one_rank_alone(argument: str, tmp_path: Path) -> None:
+    call, message = ONE_RANKS[argument]
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> str:
+        zero3.save_checkpoint(tmp_path / "a", model, optimizer)
+        train(model, optimizer, range(1))
+        before = zero3.full_state_dict(model, rank0_only=False)
+        with pytest.raises((ValueError, TypeError), match=message) as raised:
+            call(tmp_path / "a", model, optimizer, group.rank == 1)
+        assert_same(zero3.full_state_dict(model, rank0_only=False), before)
+        return str(raised.value)
+
+    assert len(set(on_ranks(2, body))) == 1
 
 
 def test_load_checkpoint_refuses_another_model_by_all_names_at_once(tmp_path: Path) -> None:

@@ -298,9 +298,9 @@ def parts_of(path: str | os.PathLike[str], first: LayerState) -> PartsOfHosts | 
     """
     if first.communicator.world_size == 1:
         return None
-    directory = Path(os.path.abspath(path))
     what = "the place of load_checkpoint"  # first of all, with its name: it may be called alone
     with agreeing(first.communicator, first.device, what, "load_checkpoint"):
+        directory = Path(os.path.abspath(path))  # here: a path of one rank alone may be no path
         text, data, headers = _seen(directory)
     mine = json.dumps({"data": data, "headers": headers})
     told = [json.loads(each) for each in exchange_texts(first.communicator, first.device, mine)]

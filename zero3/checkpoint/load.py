@@ -71,8 +71,9 @@ def load_checkpoint(
         ValueError: There is no checkpoint; a file is truncated, changed, missing or foreign; names,
             shapes or dtypes differ; a parameter that was not saved has other values; `optimizer` is
             given and the checkpoint holds no optimizer state; or it holds state that this optimizer
-            would not keep (of another class, or with other options). Every rank raises it, before
-            anything has changed.
+            would not keep (of another class, or with other options); or ranks differ in
+            `weights`. Every rank raises it, before anything has changed.
+        TypeError: `path` is no path, or `optimizer` no optimizer. Every rank raises it.
         RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the
             parameters that it should have filled count as unloaded.
 
@@ -181,7 +182,8 @@ class _Loader:
                     f"{self._path} was saved without an optimizer: load it without one, and begin "
                     "with a fresh optimizer"
                 )
-            lines += [f"{manifest.NAME}: {found.content['data']}", f"of: {', '.join(self._kinds)}"]
+            lines += [f"{manifest.NAME}: {found.content['data']}", f"weights: {self._weights}"]
+            lines.append(f"of: {', '.join(self._kinds)}")
         return found, contents
 
     def _verify(self, found: Manifest, contents: Contents) -> None:

@@ -49,15 +49,15 @@ def latest_checkpoint(
         ValueError: A checkpoint's manifest was changed after the save (with `directory` alone); or
             `run` is empty; or checkpoints are of different runs, and there are several directories
             or `model`; or ranks differ in `run` or in the number of directories.
-        TypeError: `run` is no text.
+        TypeError: `run` is no text, or a directory is no path. With `model`, all ranks raise it.
         OSError: A directory can't be read. With `model`, all ranks raise it.
 
     Example::
 
         latest = zero3.latest_checkpoint("/local/run", "/shared/run", model=model)
     """
-    roots = [Path(directory), *map(Path, others)]
     if model is None:
+        roots = [Path(directory), *map(Path, others)]
         check_run(run)
         if not others and run is None:
             numbered = [(number, path) for number, path, _ in _numbered(roots[0])]
@@ -66,6 +66,7 @@ def latest_checkpoint(
     first = used(model, "latest_checkpoint")[0]
     with agreeing(first.communicator, first.device, "latest_checkpoint") as lines:
         check_run(run)
+        roots = [Path(directory), *map(Path, others)]  # here: one rank's may be no path
         lines += [f"run: {run}", f"directories: {len(roots)}"]
         text = json.dumps(_views(roots, run))  # here: a disk may fail on one rank alone
     texts = exchange_texts(first.communicator, first.device, text)
