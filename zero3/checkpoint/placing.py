@@ -349,12 +349,14 @@ class _KeptKeys:
                 "that it had when it was saved, or load without an optimizer"
             )
         shape = self._contents.shape(name)
+        found = dict.fromkeys(saved.scalars, ("number", "no tensor of its shape"))
         for key, (dtype, of) in saved.tensors(shape).items():
             like = torch.empty(of, dtype=dtype_named(dtype), device="meta")
-            kind = kind_in_state(like, len(shape))
-            kinds = {kept[key] for kept in fitting if key in kept} - {"number"}
+            found[key] = kind_in_state(like, len(shape)), dtype
+        for key, (kind, which) in found.items() if shape else ():  # of () everything is a number
+            kinds = {kept[key] for kept in fitting if key in kept}
             if kinds and kind not in kinds:
-                return f"{key} is {kind} ({dtype}), expected {' or '.join(sorted(kinds))}"
+                return f"{key} is {kind} ({which}), expected {' or '.join(sorted(kinds))}"
         return None
 
     def _kept(self, held: Held, name: str, saved: dict[str, Any] | None) -> list[dict[str, str]]:
