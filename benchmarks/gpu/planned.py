@@ -124,6 +124,7 @@ def main() -> None:
             continue
         found[name] = {"plan": plan, "measured": seen}
         rows.append([name, *row(plan, seen)])
+        progress(" | ".join(map(str, rows[-1])))
     columns = ["policy", "planned GB", "allocated GB", "off by", "reserved x allocated", "outside GB", "planned ms", "ms a step", "off by"]
     write(args.output, "planned", {"smoke": args.smoke, "cases": found, "failed": failed}, "\n".join([markdown(columns, rows), *failed]))
     sys.exit(bool(failed))

@@ -48,7 +48,8 @@ _REPLAYED = 8  # micro-batches; each one more takes as long as the last of them
 
 # What no tensor tells, on a GPU: the least and the most, in bytes. Estimates, which docs/plan.md
 # explains; we have not measured them.
-_CONTEXT = (300 * 2**20, 700 * 2**20)  # CUDA's context and the kernels that it loads
+_CONTEXT = (300 * 2**20, 900 * 2**20)  # CUDA's context and the kernels that it loads
+_WORKSPACES = (16 * 2**20, 64 * 2**20)  # of cuBLAS, the most on Hopper: two, kept for good
 _NCCL = (100 * 2**20, 600 * 2**20)  # buffers of a communicator
 _FRAGMENTED = (0.0, 0.06)  # of the tensors' bytes, in the caching allocator
 
@@ -279,7 +280,10 @@ class Setup:
         if self.device == "cpu":
             return 0, 0
         low, high = (
-            _CONTEXT[end] + (_NCCL[end] if self.ranks > 1 else 0) + int(_FRAGMENTED[end] * peak)
+            _CONTEXT[end]
+            + _WORKSPACES[end]
+            + (_NCCL[end] if self.ranks > 1 else 0)
+            + int(_FRAGMENTED[end] * peak)
             for end in (0, 1)
         )
         return low, high

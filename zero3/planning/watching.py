@@ -18,8 +18,6 @@ from .units import gib
 __all__: list[str] = []
 
 ALLOWED = 0.02  # of what was planned
-# bytes: what a process loads in its first step, such as libraries, is counted too (4 MB here)
-NOISE = 2**24
 LOOKS_LESS = 8  # steps, after which less than was planned is worth a word
 
 
@@ -27,6 +25,7 @@ class Counter(Protocol):
     """Bytes that are allocated in the memory in which a model computes."""
 
     keeps_peak: bool  # whether `peak` is a step's peak; otherwise it is what is allocated now
+    noise: int  # bytes that a first step may load, beside what is planned
 
     def now(self) -> int: ...
 
@@ -57,6 +56,7 @@ class Heap:
     """What the C library has given out. It keeps no peak. A look takes some microseconds."""
 
     keeps_peak = False
+    noise = 2**24  # libraries: 4 MB here
 
     def __init__(self) -> None:
         self._ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -135,7 +135,7 @@ class Watch:
     def _look(self, planned: int, step: int, when: str) -> None:
         found = self._counter.peak() - self._others
         self._most = max(self._most, found)
-        slack = max(ALLOWED * planned, 0 if self._counter.keeps_peak else NOISE)
+        slack = max(ALLOWED * planned, self._counter.noise)
         if found > planned + slack:
             self._warn(found, planned, when)
         elif step >= LOOKS_LESS and self._most < planned - slack:
