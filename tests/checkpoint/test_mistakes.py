@@ -71,6 +71,29 @@ def test_save_checkpoint_and_load_checkpoint_mistakes_are_everybodys(tmp_path: P
     on_ranks(2, body)
 
 
+EMPTY: dict[str, Callable[[Any, Any], Any]] = {
+    "save_checkpoint": lambda model, optimizer: zero3.save_checkpoint("", model, optimizer),
+    "load_checkpoint": lambda model, optimizer: zero3.load_checkpoint("", model, optimizer),
+    "latest_checkpoint": lambda model, optimizer: zero3.latest_checkpoint("", model=model),
+    "latest_checkpoint of one process": lambda model, optimizer: zero3.latest_checkpoint(""),
+    "save_pretrained": lambda model, optimizer: zero3.save_pretrained(model, ""),
+    "save_merged": lambda model, optimizer: zero3.save_merged(model, ""),
+    "load_pretrained": lambda model, optimizer: zero3.load_pretrained(model, ""),
+}
+
+
+@pytest.mark.parametrize("function", EMPTY)
+def test_an_empty_path_is_not_the_working_directory(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def body(model: Any, optimizer: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        with pytest.raises(ValueError, match="the path is an empty text"):
+            EMPTY[function](model, optimizer)
+
+    on_ranks(2, body)
+    assert not [*tmp_path.iterdir()]
+
+
 ONE_RANKS: dict[str, tuple[Callable[[Path, Any, Any, bool], Any], str]] = {
     "weights": (
         lambda path, model, optimizer, odd: zero3.load_checkpoint(path, model, optimizer, weights=not odd),

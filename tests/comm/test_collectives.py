@@ -6,6 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -287,3 +288,32 @@ def test_a_group_of_some_ranks_travels_through_sockets_among_them_alone() -> Non
     none, first, second = on_ranks(3, gathered_in_part, fresh=True)
     assert none == [] and sorted(first[:2]) == [1.0, 2.0] and first[:2] == second[:2]
     assert sorted([first[2], second[2]]) == [2.0, 4.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, or the simulated one")
+def test_collectives_over_nccl(tmp_path: Path) -> None:
+    """Of one rank, where layers make none: what they call is there, and takes and gives what it should."""
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1, device_id=device)
+    try:
+        _each_collective(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _each_collective(device: torch.device) -> None:
+    group = GroupCommunicator(dist.group.WORLD, "nccl", device)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        values = torch.arange(1, 9, device=device).to(dtype)
+        gathered, swapped = torch.zeros_like(values), torch.zeros_like(values)
+        group.all_gather(gathered, values).wait()
+        group.all_to_all(swapped, values).wait()
+        assert torch.equal(gathered, values) and torch.equal(swapped, values)
+    values = torch.arange(1.0, 9.0, device=device)
+    reduced, summed = torch.zeros_like(values), values.clone()
+    group.reduce_scatter(reduced, values).wait()
+    group.all_reduce(summed)
+    assert torch.equal(reduced, values) and torch.equal(summed, values)
+    assert group.exchange(b"what ranks compare", device) == [b"what ranks compare"]

@@ -1,7 +1,8 @@
-"""tensors_in: every tensor in whatever a module takes or returns, once."""
+"""tensors_in: every tensor in whatever a module takes or returns, once. And notes in threads."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero3.core.autograd import tensors_in
+from zero3.core.autograd import note_in_thread, noted_in_thread, tensors_in
 
 a, b, c = (torch.full((2,), float(i)) for i in range(3))
 
@@ -127,3 +128,15 @@ def test_a_web_of_objects_is_walked_once() -> None:
     for neighbour in web:
         neighbour.others = web
     assert len(list(tensors_in(web[0]))) == 30
+
+
+def test_a_note_in_the_thread_owns_what_it_holds() -> None:
+    """torch 2.11's does not."""
+    value = nn.Identity()
+    before = sys.getrefcount(value)
+    for _ in range(5):
+        note_in_thread("test", value)
+        assert sys.getrefcount(value) == before + 1
+    assert noted_in_thread("test") is value
+    note_in_thread("test", None)
+    assert sys.getrefcount(value) == before and noted_in_thread("test") is None

@@ -20,7 +20,6 @@ from torch import nn
 
 from tests.support.processes import Rank, on_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential, clip_grad_norm_, full_state_dict
-from zero3.comm.process_group import GroupCommunicator
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,24 +71,6 @@ def test_world_size_1_on_nccl_gives_the_bits_of_plain_torch(nccl: None) -> None:
     assert train(plain, list(plain.parameters()), 10) == train(sharded, sharded.get_trainable_chunk(), 10)
     for name, value in full_state_dict(sharded).items():
         assert torch.equal(value, plain.state_dict()[name].cpu())
-
-
-def test_collectives_over_nccl(nccl: None) -> None:
-    """Of one rank, where layers make none: what they call is there, and takes and gives what it should."""
-    device = torch.device("cuda", 0)
-    group = GroupCommunicator(dist.group.WORLD, "nccl", device)
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        values = torch.arange(1, 9, device=device).to(dtype)
-        gathered, swapped = torch.zeros_like(values), torch.zeros_like(values)
-        group.all_gather(gathered, values).wait()
-        group.all_to_all(swapped, values).wait()
-        assert torch.equal(gathered, values) and torch.equal(swapped, values)
-    values = torch.arange(1.0, 9.0, device=device)
-    reduced, summed = torch.zeros_like(values), values.clone()
-    group.reduce_scatter(reduced, values).wait()
-    group.all_reduce(summed)
-    assert torch.equal(reduced, values) and torch.equal(summed, values)
-    assert group.exchange(b"what ranks compare", device) == [b"what ranks compare"]
 
 
 def _two_ranks_on_one_gpu(me: Rank, depth: int, delay_kernels: bool) -> None:

@@ -517,9 +517,11 @@ def shared(life: Life, launch: Launch, folder: Path, body: Body) -> Iterator[lis
         yield launch(world, rank, parts=parts) if parts > 1 else launch(world, rank)
 
 
-def live(life: Life, launch: Launch, folder: Path, device: torch.device = torch.device("cpu")) -> None:
-    """Leads the life on both sides, and compares all that was shown, and the parameters of the end. `device`: of the one process."""
-    expected = told(life, device)
+def live(life: Life, launch: Launch, folder: Path, device: torch.device | None = None) -> None:
+    """Leads the life on both sides, and compares all that was shown, and the parameters of the end. `device`: of the one process; None: the
+    CPU.
+    """
+    expected = told(life, device or torch.device("cpu"))
 
     def body(one: Sharded) -> Any:
         shown = {place: value.cpu() for place, value in one.shown.items()}  # only now: on a device the host would wait

@@ -132,6 +132,24 @@ def test_causal_attention_counts_what_it_computes(kernel: str, rows: int, column
         assert counted[causal] == [2 * products * 6 * pairs[causal] * 8 for products in (2, 5)]
 
 
+def test_attention_with_grouped_heads_and_with_wider_keys_than_values() -> None:
+    """And what another library calls attention is none of torch's."""
+    aten = torch.ops.aten
+    query, key, value = (torch.empty(2, heads, 16, 8, device="meta") for heads in (6, 2, 2))
+    found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False)
+    work = work_of(aten._scaled_dot_product_flash_attention.default, [query, key, value, 0.0, False], found)
+    assert work is not None and work.flops == 2 * (2 * 6 * 16 * 16) * (8 + 8)
+    query, key, value = (torch.empty(2, 3, 16, size, device="meta", requires_grad=True) for size in (12, 12, 4))
+    with Counting() as counting:
+        aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0].sum().backward()
+    assert counting.flops == [2 * (2 * 3 * 16 * 16) * sizes for sizes in (12 + 4, 3 * 12 + 2 * 4)]
+    with torch.library._scoped_library("mine", "FRAGMENT") as library:
+        library.define("ring_attention(Tensor q) -> Tensor")
+        library.impl("ring_attention", torch.clone, "Meta")
+        work = work_of(torch.ops.mine.ring_attention.default, [query], query.clone())
+        assert work is not None and work.flops == 0
+
+
 class Counting(TorchDispatchMode):
     """The floating-point operations that are counted for each kernel which has any."""
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zero3
 from tests.support.processes import Rank, on_ranks
-from zero3.planning.watching import Heap, Watch
+from zero3.planning.watching import LOADED, LOADED_ON_DEVICE, Heap, Watch
 
 PLANNED = 10**10
 HELD = 4 * (8 * 8 + 8)  # bytes of a model of one layer
@@ -24,7 +24,6 @@ class Told:
     """A counter that tells what the test says. Other tensors of the process take `others`."""
 
     keeps_peak: bool = True
-    noise: int = 2**24
     others: int = 12345
     found: int = 0
     asked: list[str] = field(default_factory=list)
@@ -100,7 +99,7 @@ def test_watch_looks_at_peaks_of_steps_of_training_alone() -> None:
 @pytest.mark.parametrize("keeps_peak", [True, False])
 def test_watch_allows_for_what_a_first_step_loads(keeps_peak: bool) -> None:
     """Python and libraries on hosts; on GPUs the workspaces of CUDA's."""
-    model, counter = model_of_one_layer(), Told(keeps_peak, found=1000 + 2**24)
+    model, counter = model_of_one_layer(), Told(keeps_peak, found=1020 + (LOADED_ON_DEVICE if keeps_peak else LOADED))
     Watch(model, 1000, 1000, 1, counter)
     assert steps(model, 20) == []
     counter.found += 1

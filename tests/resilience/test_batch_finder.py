@@ -159,8 +159,9 @@ def test_batch_finder_raises_any_other_exception_on_all_ranks() -> None:
         finder = zero3.BatchFinder(model)
         run_batch(finder, batch_of(group.rank, 0, 3))
         tighten(model, 0 if group.rank else 99, error=KeyError("mine"))
-        with pytest.raises(KeyError if group.rank else RuntimeError, match="mine" if group.rank else "rank 1: KeyError: 'mine'"):
+        with pytest.raises(KeyError if group.rank else RuntimeError, match="mine" if group.rank else "rank 1: KeyError: 'mine'") as raised:
             run_batch(finder, batch_of(group.rank, 0, 3))
+        assert not group.rank or raised.traceback[-1].name == "forward"
 
     run_ranks(2, body)
 

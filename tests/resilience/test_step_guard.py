@@ -180,6 +180,26 @@ def test_step_guard_says_what_it_dropped(caplog: pytest.LogCaptureFixture) -> No
     assert "dropped on all ranks" in caplog.text and "Broken: the fuse" in caplog.text
 
 
+def test_what_a_dropped_micro_batch_held_is_let_go() -> None:
+    """The error's frames hold activations; from Python 3.12 on they would stay until a collection of garbage."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model, failure = sharded(group), Broken("mine")
+        with zero3.step_guard(model) as guarded:
+            loss_of(model, 0, 0)
+            raise failure
+        assert guarded.failed and failure.__traceback__ is None
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("catch", [3, (ValueError, "x"), [ValueError], int])
+def test_step_guard_refuses_what_is_no_exception(catch: Any) -> None:
+    model = zero3.shard(nn.Sequential(nn.Linear(2, 2)), layers=nn.Linear)
+    with pytest.raises(TypeError, match="catch must be exceptions' classes, found"), zero3.step_guard(model, catch):
+        raise ValueError
+
+
 def test_the_first_micro_batch_of_all_can_not_be_saved() -> None:
     def body(group: ThreadCommunicator) -> str:
         model = sharded(group)

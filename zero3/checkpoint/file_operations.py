@@ -15,6 +15,18 @@ __all__: list[str] = []
 _AT_ONCE = 512  # buffers a call: below the limit of any system (IOV_MAX)
 
 
+def directory_of(path: str | os.PathLike[str]) -> Path:
+    """The directory that a caller has named.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is an empty text.
+    """
+    if not os.fspath(path):
+        raise ValueError('the path is an empty text: "." is the working directory')
+    return Path(path)
+
+
 def make_directory(path: Path) -> None:
     """Creates the directory with its parents, unless it exists."""
     path.mkdir(parents=True, exist_ok=True)

@@ -300,7 +300,8 @@ def parts_of(path: str | os.PathLike[str], first: LayerState) -> PartsOfHosts | 
         return None
     what = "the place of load_checkpoint"  # first of all, with its name: it may be called alone
     with agreeing(first.communicator, first.device, what, "load_checkpoint"):
-        directory = Path(os.path.abspath(path))  # here: a path of one rank alone may be no path
+        # here: one rank's may be no path
+        directory = Path(os.path.abspath(file_operations.directory_of(path)))
         text, data, headers = _seen(directory)
     mine = json.dumps({"data": data, "headers": headers})
     told = [json.loads(each) for each in exchange_texts(first.communicator, first.device, mine)]

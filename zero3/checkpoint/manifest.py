@@ -128,7 +128,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
         ValueError: There is no checkpoint, or it was changed. The error names the file.
         OSError: The file system reports an error.
     """
-    directory = Path(path)
+    directory = file_operations.directory_of(path)
     if not (directory / NAME).is_file():
         found = ", ".join(file_operations.names_in(directory)[:8]) or (
             "nothing" if directory.is_dir() else "no such directory"

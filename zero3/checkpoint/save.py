@@ -145,6 +145,7 @@ class _Asked:
     replicas: int
 
     def check(self) -> None:
+        file_operations.directory_of(self.path)
         path, keep_last = os.fspath(self.path), self.keep_last
         if "://" in path:
             raise ValueError(

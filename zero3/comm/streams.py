@@ -285,7 +285,6 @@ class DeviceMemory:
     """What a device's allocator has given out to this process, in bytes. It counts that anyway."""
 
     keeps_peak = True
-    noise = 2**26  # cuBLAS's two workspaces on Hopper, measured
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -4,6 +4,7 @@ and hooks of the engine.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -42,6 +43,32 @@ def inside_backward() -> bool:
     one.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def note_in_thread(key: str, value: object) -> None:
+    """torch keeps a note for this thread, and for those that run the backwards that it begins."""
+    if _TAKES_NOTES:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def _takes_notes() -> bool:
+    """Whether torch takes its caller's reference to a note, as torch 2.11 does, and gives it back
+    in the end, so that what nobody else holds would be freed at once.
+    """
+    probe = object()
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    torch._C._stash_obj_in_tls("zero3", probe)
+    return sys.getrefcount(probe) == before + 1
+
+
+_TAKES_NOTES = _takes_notes()
+
+
+def noted_in_thread(key: str) -> Any:
+    """None: nothing."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
 # The functions that follow are torch's own, since each layer asks them.

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ..access import sharded_in, states_of, used
 from ..checkpoint.contents import check_released
 from ..checkpoint.extra_state import set_extra_states
+from ..checkpoint.file_operations import directory_of
 from ..checkpoint.meta_buffers import initialise, put
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, Stored
 from ..comm.agreement import agreeing
@@ -109,11 +109,12 @@ def _sources(
     model: nn.Module, path: str | os.PathLike[str], strict: bool, opened: ExitStack
 ) -> Iterator[tuple[SafetensorsFiles, Fit]]:
     """Yields the files of the model, or those of each of its adapters, with what they fit."""
-    for adapter, place in (places := places_of_adapters(model, Path(path))).items():
+    directory = directory_of(path)
+    for adapter, place in (places := places_of_adapters(model, directory)).items():
         files = opened.enter_context(closing(SafetensorsFiles(place, [FILE])))
         yield files, fit_adapter(model, adapter, place, files.tensors)
     if not places:
-        files = opened.enter_context(closing(SafetensorsFiles(path)))
+        files = opened.enter_context(closing(SafetensorsFiles(directory)))
         tensors, packed = find_packed(files)
         found = fit(model, tensors, strict)
         found.packed.update(match_packed(states_of(model), found, packed))

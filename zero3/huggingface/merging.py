@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..access import states_of, used
+from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.full_state import not_a_dtype
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
@@ -85,13 +85,14 @@ def save_merged(
             if (wrong := not_a_dtype(dtype)) is not None:
                 raise wrong
             land_steps(states_of(model))
-            check_unmixed(Path(path), None)
+            directory = file_operations.directory_of(path)
+            check_unmixed(directory, None)
             contents = Contents(model, "save_merged", as_values=True)
             owner, adapted = named_without_adapters(contents, innermost(model))
             originals = _Originals(model, base, opened) if base is not None else None
             outputs = outputs_of_model(owner, contents, (), dtype)
             shards = shards_of(outputs, bytes_in(max_shard_size))
-            export = Export(owner, contents, Path(path), shards, None)
+            export = Export(owner, contents, directory, shards, None)
             read = originals.read if originals is not None else None
             walk = WeightWalk(contents, outputs, adapted, read)
             lines += export.lines

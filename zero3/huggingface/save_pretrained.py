@@ -99,7 +99,9 @@ def save_pretrained(
         if (wrong := not_a_dtype(dtype)) is not None:
             raise wrong
         land_steps(states_of(model))
-        exports = list(_exports(model, Path(path), bytes_in(max_shard_size), dtype))
+        exports = list(
+            _exports(model, file_operations.directory_of(path), bytes_in(max_shard_size), dtype)
+        )
         lines += [line for _, export in exports for line in export.lines]
     for walk, export in exports:
         export.write(partial(_write, walk))

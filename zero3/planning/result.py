@@ -49,7 +49,7 @@ class Plan:
         by_cause: What they are for. Keys: `chunks` (with buffers, and the few bytes that released
             parameters show), `full_buffers`, `gradients`, `optimizer`, `activations`, `logits`,
             `transfers`. The values add up to `peak_bytes`.
-        unknown: The least and the most that comes on top: CUDA's context, NCCL, fragmentation, none
+        unknown: The least and the most that comes on top: CUDA's context, workspaces, NCCL, none
             of them on the CPU; and with experts at home what it takes that all ranks' tokens come
             to this one, in the most alone. In bytes.
         where: The moment of the peak, such as "backward of model.layers.31".
@@ -68,9 +68,9 @@ class Plan:
             much as fits), and trainable ones from forward to backward
             (`reshard_after_forward=False`). Where the given one does not fit, it is that of
             `advice`.
-        seconds: The time of a step, an estimate by which settings are compared: no plan was held
-            against a GPU yet, and on a mesh with replicas most are too long (docs/plan.md has the
-            figures). None without a cluster, and if chunks rest elsewhere.
+        seconds: The time of a step, an estimate by which settings are compared: on one GPU
+            plans were up to 20 % too long, and on a mesh with replicas most are too long
+            (docs/plan.md has the figures). None without a cluster, and if chunks rest elsewhere.
         attention: The kernels of attention, and the number of their calls in a micro-batch,
             recomputation included.
         parameters: The number of the model's elements.
@@ -266,7 +266,7 @@ def _rows(plan: Plan, setup: Setup) -> Iterator[_Row]:
     yield "peak", gib(plan.peak_bytes), f"in the {plan.where}; most of it {_most(plan)}"
     if plan.unknown[1]:
         low, high = (gib(end) for end in plan.unknown)
-        what = ["CUDA's context, NCCL, fragmentation"] if setup.device == "cuda" else []
+        what = ["CUDA's context, workspaces, NCCL, fragmentation"] if setup.device == "cuda" else []
         what += ["all tokens to one rank's experts"] if setup.policy.expert_parallel else []
         yield "and on top", f"{low} to {high}", f"{'; '.join(what)}: estimates"
     if plan.offloaded_bytes:

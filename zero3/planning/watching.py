@@ -13,11 +13,15 @@ from torch import nn
 
 from ..access import states_of
 from ..comm.streams import DeviceMemory, has_streams
+from .setup import WORKSPACES
 from .units import gib
 
 __all__: list[str] = []
 
 ALLOWED = 0.02  # of what was planned
+# Bytes that a first step loads beside. In a process libraries, 4 MB here; on a device what its
+# libraries work in.
+LOADED, LOADED_ON_DEVICE = 2**24, WORKSPACES[1]
 LOOKS_LESS = 8  # steps, after which less than was planned is worth a word
 
 
@@ -25,7 +29,6 @@ class Counter(Protocol):
     """Bytes that are allocated in the memory in which a model computes."""
 
     keeps_peak: bool  # whether `peak` is a step's peak; otherwise it is what is allocated now
-    noise: int  # bytes that a first step may load, beside what is planned
 
     def now(self) -> int: ...
 
@@ -56,7 +59,6 @@ class Heap:
     """What the C library has given out. It keeps no peak. A look takes some microseconds."""
 
     keeps_peak = False
-    noise = 2**24  # libraries: 4 MB here
 
     def __init__(self) -> None:
         self._ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -135,7 +137,8 @@ class Watch:
     def _look(self, planned: int, step: int, when: str) -> None:
         found = self._counter.peak() - self._others
         self._most = max(self._most, found)
-        slack = max(ALLOWED * planned, self._counter.noise)
+        loaded = LOADED_ON_DEVICE if self._counter.keeps_peak else LOADED
+        slack = ALLOWED * planned + loaded
         if found > planned + slack:
             self._warn(found, planned, when)
         elif step >= LOOKS_LESS and self._most < planned - slack:

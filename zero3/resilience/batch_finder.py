@@ -177,6 +177,7 @@ class MicroBatch:
             return False
         others = {r: t for r, t in self.errors.items() if not _wants_memory(t)}
         if error is not None and not _wants_memory(f"{type(error).__name__}: {error}"):
+            error.__traceback__ = trace  # which the guard has let go
             return False  # this rank's own
         if others:
             rank, text = next(iter(others.items()))

@@ -63,6 +63,7 @@ def step_guard(
         A `GuardedStep`, which is complete when the context is left.
 
     Raises:
+        TypeError: `catch` has anything else than exceptions' classes.
         RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, a
             penalty over chunks was differentiated, or `no_sync` began inside: on every rank, and
             gradients are what they were. Or a transfer failed.
@@ -78,6 +79,9 @@ def step_guard(
                 print("dropped:", guarded.errors)
         optimizer.step()
     """
+    kinds = catch if isinstance(catch, tuple) else (catch,)
+    if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+        raise TypeError(f"catch must be exceptions' classes, found {catch!r}")
     replay = CollectiveReplay(model)
     guarded = GuardedStep()
     try:
@@ -91,6 +95,9 @@ def step_guard(
                 if mistake:
                     raise CallersMistake(f"rank {replay.rank}: {mistake}") from error
                 raise
+            # Its frames hold activations, and with torch 2.11 a checkpoint's hooks. From Python
+            # 3.12 on they and the error hold each other, until a collection of garbage.
+            error.__traceback__ = None
             replay.make_the_rest()
         guarded.errors.update(replay.end(failure, mistake))
     except BaseException as error:

@@ -5,7 +5,6 @@ its part, and attention some heads of the whole.
 from __future__ import annotations
 
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from ..comm.errors import NamingFailures
 from ..comm.factory import Shared
 from ..comm.log import Entry
 from ..conductors.conducted import unconducted
-from ..core.autograd import inside_backward, tensors_in
+from ..core.autograd import inside_backward, note_in_thread, noted_in_thread, tensors_in
 from ..core.layer_state import LayerState
 from ..modules import unwrapped
 from .exchange import DOING, Direction, Measured, swap
@@ -28,16 +27,7 @@ from .heads import key_heads, query_heads, repeats
 
 __all__: list[str] = []
 
-
-class _Thread(threading.local):
-    """Of the model whose forward, or backward, has begun last in this thread: attentions are
-    functions, and are told of no model.
-    """
-
-    parts: weakref.ref[Parts] | None = None
-
-
-_LATEST = _Thread()
+_LATEST = "zero3_parts"  # a note in the thread: attentions are functions, and are told of no model
 _NOTE = struct.Struct("<iiBB6x")  # sixteen bytes: rows, tokens of this part, what it has, who tells
 _MASK, _POSITIONS, _MISTAKE = 1, 2, 4
 _COMPUTES, _ABSENT = 1, 2
@@ -129,7 +119,7 @@ class Parts:
         self.present = measured
         self.depth += 1
         self.ran, self.exchanged = {}, set()
-        _LATEST.parts = weakref.ref(self)
+        note_in_thread(_LATEST, weakref.ref(self))
         try:
             yield
         finally:
@@ -141,7 +131,7 @@ class Parts:
 
         def begin(_: Any) -> None:
             self.present = measured
-            _LATEST.parts = weakref.ref(self)
+            note_in_thread(_LATEST, weakref.ref(self))
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -326,7 +316,10 @@ def attend(
 
 
 def _latest() -> Parts | None:
-    return None if (latest := _LATEST.parts) is None else latest()
+    """Those of the model whose forward has begun last in this thread."""
+    note = noted_in_thread(_LATEST)
+    found: Parts | None = None if note is None else note()
+    return found
 
 
 def parts_of(module: nn.Module) -> Parts | None:
