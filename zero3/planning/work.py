@@ -107,7 +107,7 @@ def _attention(func: Any, args: Sequence[Any]) -> int:
     backward, given = "backward" in func.__name__, _given(func, args)
     query, size = given["query"], given["value"].shape[-1]
     sizes = 3 * query.shape[-1] + 2 * size if backward else query.shape[-1] + size
-    return 2 * math.prod(query.shape[:-1]) * int(given["key"].shape[-2] * sizes)
+    return int(2 * math.prod(query.shape[:-1]) * given["key"].shape[-2] * sizes)
 
 
 def _computed(func: Any, args: Sequence[Any]) -> float:
