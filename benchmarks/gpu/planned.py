@@ -103,6 +103,7 @@ def planned(name: str, layers: int, tokens: int, smoke: bool, gpu: str) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU: shows that the script runs, and nothing else")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="rows of the table; default: all")
     parser.add_argument("--layers", type=int, default=8, help="blocks; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=2048, help="in the one sequence of a step; default: %(default)s")
     parser.add_argument("--steps", type=int, default=4, help="measured steps; default: %(default)s")
@@ -113,7 +114,7 @@ def main() -> None:
         sys.exit("benchmarks.gpu.planned needs one CUDA device, and finds none. (--smoke runs its paths, tiny, on the CPU.)")
     layers, tokens = (2, 16) if args.smoke else (args.layers, args.tokens)
     found, rows, failed = {}, [], []
-    for name in CASES:
+    for name in args.cases:
         progress(name)
         try:
             plan = alone(planned, name, layers, tokens, args.smoke, args.gpu)

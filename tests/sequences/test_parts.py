@@ -257,6 +257,43 @@ def test_attend_in_a_model_of_ones_own(how: str) -> None:
     run_parts(1, 2, body)
 
 
+class Taught(Own):
+    """Calls another model inside of its own forward."""
+
+    teacher: list[nn.Module]  # which is no part of it
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(ids))
+        with torch.no_grad():
+            told = self.teacher[0](ids).mean(-1, keepdim=True)
+        return self.head(self.blocks[1](x + told))
+
+
+def taught(teacher: nn.Module) -> Taught:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Taught().double()
+    model.teacher = [teacher]
+    return model
+
+
+def test_attend_in_a_model_that_calls_another_one() -> None:
+    teachers, whole = [own().requires_grad_(False) for _ in range(3)], batch(0, 7)["input_ids"]
+    models = [taught(teacher) for teacher in teachers]
+    plain = models.pop()
+    plain(whole).square().sum().backward()
+
+    def body(group: Any) -> None:
+        policy = zero3.ShardingPolicy(gradient_reduction="sum")
+        zero3.shard(teachers[group.rank], process_group=group, policy=policy)
+        mine = zero3.shard(models[group.rank], process_group=group, policy=policy)
+        part = zero3.split_sequence(mine, {"input_ids": whole})
+        mine(part["input_ids"]).square().sum().backward()
+        assert_gradients(mine, plain, 1e-9)
+
+    run_parts(1, 2, body)
+
+
 def test_attend_elsewhere_is_a_plain_call() -> None:
     q = torch.randn(1, 3, 5, 2)
     assert torch.equal(zero3.attend(scaled_dot_product_attention, q, q, q), scaled_dot_product_attention(q, q, q))
