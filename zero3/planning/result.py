@@ -49,8 +49,8 @@ class Plan:
         by_cause: What they are for. Keys: `chunks` (with buffers, and the few bytes that released
             parameters show), `full_buffers`, `gradients`, `optimizer`, `activations`, `logits`,
             `transfers`. The values add up to `peak_bytes`.
-        unknown: The least and the most that comes on top: CUDA's context, workspaces, NCCL, none
-            of them on the CPU; and with experts at home what it takes that all ranks' tokens come
+        unknown: The least and the most that comes on top: CUDA's context, workspaces, NCCL and
+            fragmentation, none of them on the CPU; and with experts at home what it takes that all ranks' tokens come
             to this one, in the most alone. In bytes.
         where: The moment of the peak, such as "backward of model.layers.31".
         memory: The bytes that a rank has. None: not given.
@@ -68,9 +68,9 @@ class Plan:
             much as fits), and trainable ones from forward to backward
             (`reshard_after_forward=False`). Where the given one does not fit, it is that of
             `advice`.
-        seconds: The time of a step, an estimate by which settings are compared: on one GPU
-            plans were up to 20 % too long, and on a mesh with replicas most are too long
-            (docs/plan.md has the figures). None without a cluster, and if chunks rest elsewhere.
+        seconds: The time of a step, an estimate by which settings are compared: on one GPU plans
+            were up to 20 % too long, and less than half of the truth where values are quantised; on
+            a mesh with replicas most are too long (docs/plan.md has the figures). None without a cluster, and if chunks rest elsewhere.
         attention: The kernels of attention, and the number of their calls in a micro-batch,
             recomputation included.
         parameters: The number of the model's elements.
