@@ -50,8 +50,8 @@ class Plan:
             parameters show), `full_buffers`, `gradients`, `optimizer`, `activations`, `logits`,
             `transfers`. The values add up to `peak_bytes`.
         unknown: The least and the most that comes on top: CUDA's context, workspaces, NCCL and
-            fragmentation, none of them on the CPU; and with experts at home what it takes that all ranks' tokens come
-            to this one, in the most alone. In bytes.
+            fragmentation, none of them on the CPU; and with experts at home what it takes that all
+            ranks' tokens come to this one, in the most alone. In bytes.
         where: The moment of the peak, such as "backward of model.layers.31".
         memory: The bytes that a rank has. None: not given.
         fits: Whether the peak and the upper end of `unknown` fit into `memory`. None without
@@ -70,7 +70,8 @@ class Plan:
             `advice`.
         seconds: The time of a step, an estimate by which settings are compared: on one GPU plans
             were up to 20 % too long, and less than half of the truth where values are quantised; on
-            a mesh with replicas most are too long (docs/plan.md has the figures). None without a cluster, and if chunks rest elsewhere.
+            a mesh with replicas most are too long (docs/plan.md has the figures). None without a
+            cluster, and if chunks rest elsewhere.
         attention: The kernels of attention, and the number of their calls in a micro-batch,
             recomputation included.
         parameters: The number of the model's elements.
