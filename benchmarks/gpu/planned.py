@@ -1,7 +1,7 @@
 """Plans against one GPU: what `zero3.plan` says of a step of rank 0 of 8, and what the card's allocator and clock say.
 
-    python -m benchmarks.gpu.planned --output results      # one CUDA device; some minutes
-    python -m benchmarks.gpu.planned --smoke               # tiny, on the CPU: its numbers mean nothing
+    python benchmarks/gpu/planned.py --output results      # one CUDA device; some minutes
+    python benchmarks/gpu/planned.py --smoke               # tiny, on the CPU: its numbers mean nothing
 
 A Llama with the widths of 8B is built by transformers with values drawn at random. The other ranks don't exist: a transfer is a delay of
 its bytes over a link (as in benchmarks/gpu, part c), so buffers hold what they hold. Memory, kernels and their order are those of a step.
@@ -14,6 +14,8 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 
 import torch
 from torch import nn
@@ -111,7 +113,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a folder for the table and all that was measured")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu.planned needs one CUDA device, and finds none. (--smoke runs its paths, tiny, on the CPU.)")
+        sys.exit("benchmarks/gpu/planned.py needs one CUDA device, and finds none. (--smoke runs its paths, tiny, on the CPU.)")
     layers, tokens = (2, 16) if args.smoke else (args.layers, args.tokens)
     found, rows, failed = {}, [], []
     for name in args.cases:

@@ -177,9 +177,7 @@ def test_gpu_in_smoke_mode(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_plans_against_a_gpu_in_smoke_mode(tmp_path: Path) -> None:
     case = "mixed, Int8 both ways"
-    command = [sys.executable, "-m", "benchmarks.gpu.planned", "--smoke", "--steps", "1", "--cases", case, "--output", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    found = json.loads((tmp_path / "planned.json").read_text())
+    found = run("gpu", tmp_path, "--smoke", "--steps", "1", "--cases", case, script="planned")
     assert found["smoke"] and not found["failed"] and set(found["cases"]) == {case}
     assert found["cases"][case]["plan"]["peak"] > 0 and found["cases"][case]["measured"]["seconds"] > 0
 
