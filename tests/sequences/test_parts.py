@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -220,6 +221,15 @@ class Attention(nn.Module):
         return x + self.out(found.transpose(1, 2).flatten(2))
 
 
+HOWS = ["attend", "checkpoint", "reentrant", "both checkpoint", "both reentrant"]  # both: all blocks, and each of them in it
+
+
+def run(function: Any, x: Tensor, how: str) -> Tensor:
+    if not (torch.is_grad_enabled() and x.requires_grad) or not how.endswith(("checkpoint", "reentrant")):
+        return function(x)
+    return checkpoint(function, x, use_reentrant=how.endswith("reentrant"))
+
+
 class Own(nn.Module):
     def __init__(self, how: str = "attend") -> None:
         super().__init__()
@@ -229,10 +239,12 @@ class Own(nn.Module):
         self.how = how
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+        return self.head(run(self.all_blocks, self.embed(ids), self.how if self.how.startswith("both") else ""))
+
+    def all_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.how == "checkpoint" else block(x)
-        return self.head(x)
+            x = run(block, x, self.how)
+        return x
 
 
 def own(how: str = "attend") -> Any:
@@ -241,7 +253,7 @@ def own(how: str = "attend") -> Any:
         return Own(how).double()
 
 
-@pytest.mark.parametrize("how", ["attend", "checkpoint"])
+@pytest.mark.parametrize("how", HOWS)
 def test_attend_in_a_model_of_ones_own(how: str) -> None:
     models, plain, whole = [own(how) for _ in range(2)], own(), batch(0, 7)["input_ids"]
     plain(whole).square().sum().backward()
@@ -257,30 +269,106 @@ def test_attend_in_a_model_of_ones_own(how: str) -> None:
     run_parts(1, 2, body)
 
 
+def test_backward_in_another_thread_than_forward() -> None:
+    """transformers' attentions are told of their model. Whose one's own are, a note of torch's in the thread says."""
+    models, own_models, plain, whole = [made() for _ in range(2)], [own("reentrant") for _ in range(2)], made(), batch(0, 7)
+    plain_sum(plain, whole)[0].backward()
+
+    def body(group: Any) -> None:
+        policy = zero3.ShardingPolicy(gradient_reduction="sum")
+        mine, other = (zero3.shard(each[group.rank], process_group=group, policy=policy) for each in (models, own_models))
+        mine.activation_checkpointing_enable({"use_reentrant": True})
+        loss = zero3.causal_lm_loss(mine.train(), reduction="sum", **zero3.split_sequence(mine, whole))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result()
+            assert_gradients(mine, plain)
+            loss = other(zero3.split_sequence(other, {"input_ids": whole["input_ids"]})["input_ids"]).sum()
+            with pytest.raises(RuntimeError, match=r"in another thread than the forward of .*Call backward in the thread"):
+                pool.submit(loss.backward).result()
+
+    run_parts(1, 2, body)
+
+
+@pytest.mark.parametrize("theirs", HOWS)
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("first", [True, False], ids=["other-first", "other-last"])
+def test_another_model_in_the_same_backward_attends_for_itself(how: str, theirs: str, first: bool) -> None:
+    """Also where it is recomputed, after or before this one."""
+    models, others, plain, whole = [own(how) for _ in range(2)], [own(theirs) for _ in range(2)], own(), batch(0, 8)["input_ids"]
+    plain(whole).square().sum().backward()
+    expected = [own() for _ in range(2)]
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
+        other, alone = others[group.rank], expected[group.rank]
+        part = zero3.split_sequence(mine, {"input_ids": whole})["input_ids"]
+        alone(part).square().sum().backward()
+        losses = [model(part).square().sum() for model in ((other, mine) if first else (mine, other))]
+        sum(losses).backward()  # type: ignore[attr-defined]
+        assert_gradients(mine, plain, 1e-9)
+        for ours, theirs in zip(other.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+    run_parts(1, 2, body)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("kind", "how"), [*(("own", how) for how in HOWS), ("transformers", "attend"), ("transformers", "checkpoint")])
+def test_the_whole_model_in_a_checkpoint(kind: str, reentrant: bool, how: str) -> None:
+    """Two forwards, with other positions and masks."""
+
+    def make() -> Any:
+        return own(how) if kind == "own" else made()
+
+    def outputs(model: nn.Module, part: dict[str, Tensor], scale: Tensor) -> Tensor:
+        found = model(part["input_ids"]) if kind == "own" else model(**part).logits
+        return found * scale
+
+    models, plain = [make() for _ in range(2)], own() if kind == "own" else made()
+    batches = [batch(0, 7, "" if kind == "own" else "left"), batch(0, 7, step=1)]
+    one = torch.ones((), dtype=torch.float64, requires_grad=True)
+    for each in batches:
+        del each["labels"]
+        outputs(plain, each, one).square().sum().backward()
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
+        if kind != "own" and how != "attend":
+            mine.activation_checkpointing_enable({"use_reentrant": False})
+        mine.train()
+        parts = [zero3.split_sequence(mine, each) for each in batches]
+        losses = [checkpoint(outputs, mine, part, one.detach().requires_grad_(), use_reentrant=reentrant).square().sum() for part in parts]
+        sum(losses).backward()  # type: ignore[attr-defined]
+        assert_gradients(mine, plain)
+
+    run_parts(1, 2, body)
+
+
 class Taught(Own):
     """Calls another model inside of its own forward."""
 
     teacher: list[nn.Module]  # which is no part of it
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.blocks[0](self.embed(ids))
-        with torch.no_grad():
-            told = self.teacher[0](ids).mean(-1, keepdim=True)
-        return self.head(self.blocks[1](x + told))
+        x = run(self.blocks[0], self.embed(ids), self.how)
+        told = self.teacher[0](ids).mean(-1, keepdim=True)
+        return self.head(run(self.blocks[1], x + told, self.how))
 
 
-def taught(teacher: nn.Module) -> Taught:
+def taught(how: str, teacher: nn.Module) -> Taught:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Taught().double()
+        model = Taught(how).double()
     model.teacher = [teacher]
     return model
 
 
-def test_attend_in_a_model_that_calls_another_one() -> None:
-    teachers, whole = [own().requires_grad_(False) for _ in range(3)], batch(0, 7)["input_ids"]
-    models = [taught(teacher) for teacher in teachers]
-    plain = models.pop()
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("how", ["attend", "checkpoint", "reentrant"])
+def test_attend_in_a_model_that_calls_another_one(how: str, trains: bool) -> None:
+    teachers, whole = [own(how).requires_grad_(trains) for _ in range(3)], batch(0, 7)["input_ids"]
+    models = [taught(how, teacher) for teacher in teachers]
+    plain, teacher = models.pop(), teachers.pop()
     plain(whole).square().sum().backward()
 
     def body(group: Any) -> None:
@@ -290,6 +378,8 @@ def test_attend_in_a_model_that_calls_another_one() -> None:
         part = zero3.split_sequence(mine, {"input_ids": whole})
         mine(part["input_ids"]).square().sum().backward()
         assert_gradients(mine, plain, 1e-9)
+        if trains:
+            assert_gradients(teachers[group.rank], teacher, 1e-9)
 
     run_parts(1, 2, body)
 

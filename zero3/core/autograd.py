@@ -81,6 +81,10 @@ backward_task: Callable[[], int] = torch._C._current_graph_task_id
 # number or a higher one.
 graph_clock: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+# The graph node that this thread's backward runs, or None. While a checkpoint recomputes, it is one
+# of those that need its values.
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
+
 # Whether the present backward writes the `.grad` of every leaf that it reaches, as a plain
 # `.backward()` does.
 accumulates_everywhere: Callable[[], bool] = torch.autograd._is_checkpoint_valid

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..comm.factory import shares_sequences
-from ..core.autograd import inside_backward, tensors_in
+from ..core.autograd import tensors_in
 from ..core.layer_state import LayerState
 from ..guards.module_overrides import Override
 from ..layer import is_layer
@@ -83,7 +83,7 @@ def enter_forward(
 ) -> Any:
     """Around a forward. `read(module, forward, args, kwargs)` tells what of the whole it needs."""
     parts = parts_of(module)
-    if parts is None or parts.depth or inside_backward():
+    if parts is None or parts.depth:
         return forward(*args, **kwargs)
     if not parts.active:
         check_whole(tensors_in((args, kwargs)))

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,14 @@ from ..comm.errors import NamingFailures
 from ..comm.factory import Shared
 from ..comm.log import Entry
 from ..conductors.conducted import unconducted
-from ..core.autograd import inside_backward, note_in_thread, noted_in_thread, tensors_in
+from ..core.autograd import (
+    backward_task,
+    current_node,
+    graph_clock,
+    note_in_thread,
+    noted_in_thread,
+    tensors_in,
+)
 from ..core.layer_state import LayerState
 from ..modules import unwrapped
 from .exchange import DOING, Direction, Measured, swap
@@ -27,7 +34,7 @@ from .heads import key_heads, query_heads, repeats
 
 __all__: list[str] = []
 
-_LATEST = "zero3_parts"  # a note in the thread: attentions are functions, and are told of no model
+_FORWARDS = "zero3_forwards"  # the key of a note in the thread, `_Forwards`
 _NOTE = struct.Struct("<iiBB6x")  # sixteen bytes: rows, tokens of this part, what it has, who tells
 _MASK, _POSITIONS, _MISTAKE = 1, 2, 4
 _COMPUTES, _ABSENT = 1, 2
@@ -69,6 +76,48 @@ class Measure:
         self.parts.measure(Beginning(), None, _ABSENT)
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Forward:
+    """One forward of a model, which lives as long as its graph."""
+
+    parts: weakref.ref[Parts]
+    first: int = field(default_factory=graph_clock)
+    last: int | None = None  # of its graph's nodes; None: it is under way
+    backward: int = -1  # that has come to it
+
+
+class _Forwards(NamedTuple):
+    """The forwards of a thread. Attentions are functions, and are told of no model. torch hands a
+    thread's note to the threads that run its backwards, and takes back what a node changes in it.
+    """
+
+    all: tuple[weakref.ref[_Forward], ...] = ()
+    present: weakref.ref[_Forward] | None = None  # what runs now is part of it
+
+    @staticmethod
+    def here() -> _Forwards:
+        return noted_in_thread(_FORWARDS) or _Forwards()
+
+    def put(self, present: weakref.ref[_Forward] | None) -> None:
+        note_in_thread(_FORWARDS, _Forwards(self.all, present))
+
+    def find(self) -> _Forward | None:
+        """The present one. It is under way, or a node of its graph runs, which needs what is
+        recomputed. A backward inside of that node has nodes of its own, and the node's note.
+        """
+        present = self.present() if self.present is not None else None
+        if (present is not None and present.last is None) or (node := current_node()) is None:
+            return present
+        alive = [each for reference in self.all if (each := reference()) is not None]
+        if not (reached := [each for each in alive if each.backward == backward_task()]):
+            return present
+        number = node._sequence_nr()
+        around = [each for each in reached if each.first <= number < (each.last or 0)]
+        found = max(around, key=lambda each: each.first, default=None)  # one may call another
+        self.put(None if found is None else weakref.ref(found))
+        return found
+
+
 class Parts:
     """The group in which a model's sequences are divided, and the forward that is under way."""
 
@@ -79,6 +128,7 @@ class Parts:
         # of the latest forward, or of that which is recomputed
         self.present: Measured | None = None
         self.depth = 0  # forwards under way
+        self.now = _Forward(weakref.ref(self))  # the latest
         self._members, self._index = shared.members, shared.part
         self.ran: dict[nn.Module, str] = {}  # attentions of this forward
         self.exchanged: set[nn.Module | None] = set()
@@ -107,34 +157,37 @@ class Parts:
         """This rank's part of `[B, S, ...]`."""
         return whole.tensor_split(self.size, 1)[self._index]
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether a backward of the model is under way."""
-        root = self.root()
-        backward = root.gradients.backward() if root is not None else None
-        return inside_backward() and backward is not None and bool(backward.ending.awaited)
-
     @contextmanager
     def forward(self, measured: Measured) -> Iterator[None]:
         self.present = measured
         self.depth += 1
         self.ran, self.exchanged = {}, set()
-        around = parts_under_way()  # a model that calls this one, which is its teacher, perhaps
-        note_in_thread(_LATEST, weakref.ref(self))
+        self.now = _Forward(weakref.ref(self))
+        before, now = _Forwards.here(), weakref.ref(self.now)
+        alive = (each for each in before.all if each() is not None)
+        _Forwards((*alive, now)).put(now)
         try:
             yield
         finally:
             self.depth -= 1
-            if around is not None:
-                note_in_thread(_LATEST, weakref.ref(around))
+            self.now.last = graph_clock()
+            _Forwards.here().put(
+                before.present
+            )  # of a model that calls this one: its teacher, perhaps
 
     def come_back(self, output: Any) -> None:
         """Backward may recompute this forward, when others have followed."""
-        measured = self.present
+        measured, now, attends = self.present, self.now, None in self.exchanged
 
         def begin(_: Any) -> None:
-            self.present = measured
-            note_in_thread(_LATEST, weakref.ref(self))
+            if attends and not any(each() is now for each in _Forwards.here().all):
+                raise RuntimeError(
+                    "this backward was begun in another thread than the forward of "
+                    f"{self.layer().subject}, whose ranks hold parts of sequences (sp) and which "
+                    "calls zero3.attend: if it is recomputed, it is not known to be part of that "
+                    "model. Call backward in the thread of the forward"
+                )
+            self.present, now.backward = measured, backward_task()
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -312,17 +365,11 @@ def attend(
 
     Source: Jacobs et al., DeepSpeed Ulysses, 2023.
     """
-    parts = _latest()
-    if parts is None or not parts.active or not (parts.depth or parts.recomputes):
+    now = _Forwards.here().find()
+    parts = now.parts() if now is not None else None
+    if parts is None or not parts.active:
         return attention(query, key, value)
     return parts.attend(attention, query, key, value)
-
-
-def _latest() -> Parts | None:
-    """Those of the model whose forward has begun last in this thread."""
-    note = noted_in_thread(_LATEST)
-    found: Parts | None = None if note is None else note()
-    return found
 
 
 def parts_of(module: nn.Module) -> Parts | None:
@@ -340,7 +387,8 @@ def measures_of(model: nn.Module) -> list[Measure]:
 
 def parts_under_way() -> Parts | None:
     """Those of the model whose forward is under way."""
-    parts = _latest()
+    now = _Forwards.here().find()
+    parts = now.parts() if now is not None else None
     return parts if parts is not None and parts.depth and parts.active else None
 
 
