@@ -44,6 +44,8 @@ EXCLUDED: dict[Names, Refusal] = {
     ("stage", "step_guard"): _REPEATS,
     ("dynamic", "step_guard"): _REPEATS,
     ("dynamic", "checkpointing reentrant"): Refusal(RuntimeError, "ranks would recompute different layers, each in a forward of its own"),
+    ("dynamic", "one checkpoint reentrant"): Refusal(RuntimeError, "ranks would recompute different layers, each in a forward of its own"),
+    ("dynamic", "one checkpoint not reentrant"): Refusal(ValueError, "a rank gathers all that a checkpoint holds, and others left it out"),
     ("joinable", "step_guard BatchFinder"): Refusal(ValueError, "ranks cut as many rows at once, and a rank without data has none to cut"),
     ("stage", "expert_parallel"): Refusal(ValueError, "what stage keeps whole, or its gradients, is what never is whole on a rank"),
     ("dynamic", "expert_parallel"): Refusal(ValueError, "a rank that leaves out a layer of experts would keep what others' tokens need"),

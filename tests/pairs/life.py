@@ -64,6 +64,7 @@ class Row:
     optional: tuple[str, ...] = ()  # towers, by name
     uneven = False  # micro-batches have different numbers of tokens
     forward: Callable[..., Tensor] | None = None  # in place of the model's own
+    checkpoint: Callable[..., Tensor] | None = None  # around all of it
     makes: type[torch.optim.Optimizer] | None = None  # the optimizer's class, in place of SGD; other rows wrap what it makes
 
     def __init__(self, word: str = "", **given: Any) -> None:
@@ -236,18 +237,25 @@ class Side:
     def measured(self, model: Any, data: Data) -> Tensor:
         """The loss of `model`, plain or sharded."""
         words, numbers = self.inputs(data)
-        forward = self.life.chosen("forward")
-        if forward is not None:
-            found: Tensor = self.leaving(self.part(forward(model, words, self.entering(numbers)), data))
-            return found.pow(2).mean()
-        if self.life.chosen("chunks") and isinstance(self, Sharded):
-            model.targets = data.targets(self.device)
+        forward, checkpoint = self.life.chosen("forward"), self.life.chosen("checkpoint")
+        targets = data.targets(self.device)
+        chunks = forward is None and self.life.chosen("chunks") and isinstance(self, Sharded)
+
+        def compute(words: Tensor, numbers: Tensor) -> Tensor:
+            if forward is not None:
+                return forward(model, words, numbers)
+            model.targets = targets if chunks else None
             try:
-                return self.leaving(model(words, self.entering(numbers)))
+                return model(words, numbers)
             finally:
                 model.targets = None
-        scores = self.part(model(words, self.entering(numbers)), data)
-        return cross_entropy(self.leaving(scores).flatten(0, 1), data.targets(self.device))
+
+        numbers = self.entering(numbers)
+        found = compute(words, numbers) if checkpoint is None else checkpoint(compute, words, numbers.requires_grad_())
+        if chunks:
+            return self.leaving(found)
+        found = self.leaving(self.part(found, data))
+        return cross_entropy(found.flatten(0, 1), targets) if forward is None else found.pow(2).mean()
 
     def inputs(self, data: Data) -> tuple[Tensor, Tensor]:
         return data.inputs(self.device)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.pairs.between import Evaluated, FullParams, Loaded, Parked, Resident, Streamed, Unwalked
@@ -531,6 +533,10 @@ AXES: dict[str, dict[str, Row]] = {
     "checkpointing": {
         "reentrant": Row("reentrant", shape={"reentrant": True}),
         "not reentrant": Row("reentrant", shape={"reentrant": False}, streams=True),
+    },
+    "one checkpoint": {  # around the whole model
+        "reentrant": Row("checkpoint", checkpoint=partial(checkpoint, use_reentrant=True), streams=True),
+        "not reentrant": Row("checkpoint", checkpoint=partial(checkpoint, use_reentrant=False)),
     },
     "optional": {"a block": Towers("optional", streams=True)},
     "unreached": {"": Unreached("unreached", streams=True)},

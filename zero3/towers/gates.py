@@ -206,7 +206,7 @@ class Pass:
     """A forward of the model."""
 
     active: bool = False  # whether it is under way, and not at this rank's own pace
-    trains: bool = False  # whether it began with gradients on
+    trains: bool = False  # whether it began with gradients on, or a checkpoint recomputes it so
     recorded: bool = False  # whether a call of it takes part in backward
     compared: bool = False  # whether ranks have compared it
     # the checkpoint in which this rank has called or attended a layer last, and the tick at which
@@ -308,7 +308,8 @@ class Gates:
         if not self.calls.known:  # forgotten, for not all ranks have made the same calls
             self._known.clear()
         recorded = continues and self._pass.recorded
-        self._pass = Pass(True, torch.is_grad_enabled(), recorded)
+        trains = torch.is_grad_enabled() or checkpoint_around() is not None  # a reentrant one
+        self._pass = Pass(True, trains, recorded)
         self._trunk.begin(continues=continues)
 
     def enter(self, state: LayerState, passes: Passes) -> list[LayerState]:
