@@ -222,6 +222,7 @@ def failing(life: TowersLife, model: Seeing, step: int, micro: int, rank: int) -
         yield
     except (Broken, RuntimeError) as error:
         told = f"{type(error).__name__}: {error}"
+        error.__traceback__ = None  # Python 3.12 keeps it in a circle here, and with it a checkpoint of torch 2.11 its hooks in this thread
     finally:
         model.get_submodule(name).fails = False
     own, others = "Broken: this picture is broken", f"rank {broken}: its call of {name!r} raised Broken: this picture is broken"
