@@ -128,9 +128,9 @@ def _regroup(found: dict[str, Any]) -> None:
     found["param_groups"].append({**group, "weight_decay": 0.0, "params": ["blocks.0.linear.weight"]})
 
 
-def _all_exp_avg(found: dict[str, Any], value: Any) -> None:
+def _all(found: dict[str, Any], key: str, value: Any) -> None:
     for state in found["state"].values():
-        state["exp_avg"] = value
+        state[key] = value
 
 
 MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -141,9 +141,10 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: d["state"]["norm.bias"].update(exp_avg=torch.zeros(4)),
         r"exp_avg of norm\.bias has \(4,\), expected \(5,\)",
     ),
-    "a number for a tensor": (lambda d: _all_exp_avg(d, 3.0), r"exp_avg is number \(no tensor of its shape\), expected floating"),
-    "a tensor of one number": (lambda d: _all_exp_avg(d, torch.tensor(3.0)), r"exp_avg is number"),
-    "a text for a tensor": (lambda d: _all_exp_avg(d, "x"), r"exp_avg is number"),
+    "a number for a tensor": (lambda d: _all(d, "exp_avg", 3.0), r"exp_avg is number \(no tensor of its shape\), expected floating"),
+    "a tensor of one number": (lambda d: _all(d, "exp_avg", torch.tensor(3.0)), r"exp_avg is number"),
+    "a text for a tensor": (lambda d: _all(d, "exp_avg", "x"), r"exp_avg is text \(no tensor of its shape\), expected floating"),
+    "a text for a number": (lambda d: _all(d, "step", "x"), r"step is text \(no tensor of its shape\), expected number"),
     "other steps": (lambda d: d["state"]["norm.bias"].update(step=torch.tensor(9.0)), r"norm\.bias.* had different state"),
     "other options": (_regroup, r"embed\.weight and blocks\.0\.linear\.weight are in one group here .* had different options"),
     "numbers": (lambda d: d["param_groups"][0].update(params=[0, 1, 2]), r"expected parameters' names"),

@@ -86,7 +86,7 @@ def test_clip_grad_norm_by_the_largest_element() -> None:
     on_ranks(2, mlp, body)
 
 
-@pytest.mark.parametrize("differ", ["max_norm", "norm_type"])
+@pytest.mark.parametrize("differ", ["max_norm", "norm_type", "error_if_nonfinite"])
 def test_clip_grad_norm_by_another_limit_is_told_to_all_at_the_next_comparison(differ: str) -> None:
     """Each is valid, and the all-reduce has no room for them. The log of transfers has."""
     refused = []
@@ -95,7 +95,7 @@ def test_clip_grad_norm_by_another_limit_is_told_to_all_at_the_next_comparison(d
         def train() -> None:
             for _ in range(4):
                 zero3.backward(loss_sum(model, group.rank), 3, model)
-                zero3.clip_grad_norm_(model, **{"max_norm": 1.0, differ: 2.0 if group.rank else 1.0})
+                zero3.clip_grad_norm_(model, **{"max_norm": 1.0, differ: 2.0 * group.rank + (differ != "error_if_nonfinite")})
 
         with pytest.raises(ValueError, match=r"ranks differ in the transfers made before forward.*clipping the gradients to max_norm="):
             train()

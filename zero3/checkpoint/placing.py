@@ -349,11 +349,16 @@ class _KeptKeys:
                 "that it had when it was saved, or load without an optimizer"
             )
         shape = self._contents.shape(name)
-        found = dict.fromkeys(saved.scalars, ("number", "no tensor of its shape"))
+        found = {
+            key: (kind_in_state(value, 0), "no tensor of its shape")
+            for key, value in saved.scalars.items()
+        }
         for key, (dtype, of) in saved.tensors(shape).items():
             like = torch.empty(of, dtype=dtype_named(dtype), device="meta")
             found[key] = kind_in_state(like, len(shape)), dtype
-        for key, (kind, which) in found.items() if shape else ():  # of () everything is a number
+        for key, (kind, which) in found.items():
+            if not shape and kind != "text":  # of () all else is a number
+                continue
             kinds = {kept[key] for kept in fitting if key in kept}
             if kinds and kind not in kinds:
                 return f"{key} is {kind} ({which}), expected {' or '.join(sorted(kinds))}"

@@ -28,7 +28,8 @@ def clip_grad_norm_(
     at most `max_norm`.
 
     It does what `torch.nn.utils.clip_grad_norm_` does for the unsharded model, with one all-reduce
-    of one number. Every rank calls it, after the last backward of a step.
+    of one number. Every rank calls it, after the last backward of a step. Ranks whose arguments
+    differ are told when they next compare their transfers.
 
     Parameters that the policy's `ignored` leaves alone count too, by the mean of the ranks'
     gradients (the sum, if that is the policy's `gradient_reduction`), for which it makes one more
@@ -38,7 +39,6 @@ def clip_grad_norm_(
     Args:
         model: Any model that contains zero3 layers.
         max_norm: The largest norm that remains, 0 or more. With `float("inf")` nothing is scaled.
-            Ranks that pass different ones are told when they next compare their transfers.
         norm_type: p of the p-norm; `float("inf")` for the largest element.
         error_if_nonfinite: Raise if the norm is nan or inf, and do not scale.
 
@@ -84,11 +84,10 @@ def clip_grad_norm_(
     total = _over_ranks(
         states[0], local, norm_type, error, [each for each in ignored.values() if each.numel()]
     )
-    # ranks that scale by different ones are told when they compare their transfers
-    limit = float(max_norm)
-    states[0].log.note(
-        "clipping", f"the gradients to max_norm={limit} of norm {norm_type}", norm_type, limit
-    )
+    # ranks whose arguments differ are told when they compare their transfers
+    limit, strict = float(max_norm), bool(error_if_nonfinite)
+    what = f"the gradients to max_norm={limit} of norm {norm_type}{', if it is finite' * strict}"
+    states[0].log.note("clipping", what, norm_type, limit, strict)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "

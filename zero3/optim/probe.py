@@ -315,7 +315,7 @@ def _numbers(picture: object) -> Iterator[int]:
 def kind_in_state(value: Any, ndim: int) -> str:
     """What a value in the state of a parameter with `ndim` dimensions is."""
     if not isinstance(value, Tensor) or not value.dim():
-        return "number"
+        return "text" if isinstance(value, str) else "number"
     apart = value.dim() != ndim
     return kind_of(value.dtype) + (f" with {value.dim()} dimensions" if apart else "")
 
