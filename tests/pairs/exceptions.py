@@ -33,6 +33,8 @@ EXCLUDED: dict[Names, Refusal] = {
     ("stage 1", "param_groups"): Refusal(ValueError, "the first who reads a gradient reduces it on all ranks: one may have no part"),
     ("stage 1", "offload_optimizer in_backward"): Refusal(ValueError, "no gradient is reduced before backward ends"),
     ("clip_grad_norm_", "offload_optimizer in_backward"): _USED,
+    ("backward twice", "offload_optimizer in_backward"): _USED,
+    ("backward twice", "linear_cross_entropy"): Refusal(RuntimeError, "its forward has made the gradient, which its one backward uses up"),
     ("GradScaler", "offload_optimizer in_backward"): _USED,
     ("named_gradients", "offload_optimizer in_backward"): _USED,
     ("full_gradients", "offload_optimizer in_backward"): _USED,

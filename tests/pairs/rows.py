@@ -296,6 +296,14 @@ class TokenMean(Row):
         return (one.world_size if life.policy.gradient_reduction == "mean" else 1) / tokens
 
 
+class Again(Row):
+    """Two backwards over one graph."""
+
+    def backward(self, one: Sharded, loss: Tensor, data: Data) -> None:  # type: ignore[override]
+        (loss * 0.5).backward(retain_graph=True)
+        (loss * 0.5).backward()
+
+
 class Grouped(Row):
     whole = False
 
@@ -564,7 +572,7 @@ AXES: dict[str, dict[str, Row]] = {
     "sequences": {"parts": Row("sp", shape={"attends": True}, parts=2, streams=True)},
     "linear_cross_entropy": {"": Chunked("linear_cross_entropy", streams=True)},
     "tile": {"2": Tiled("tile", streams=True)},
-    "backward": {"token mean": TokenMean("backward", streams=True)},
+    "backward": {"token mean": TokenMean("backward", streams=True), "twice": Again("backward", streams=True)},
     "GradScaler": {"overflow": Scaled("GradScaler", streams=True)},
     "forward nobody walks": {"": Unwalked("forward", streams=True)},
     "named_gradients": {"scaled": ByName("named_gradients")},
