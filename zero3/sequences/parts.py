@@ -183,7 +183,7 @@ class Parts:
             if attends and not any(each() is now for each in _Forwards.here().all):
                 raise RuntimeError(
                     "this backward was begun in another thread than the forward of "
-                    f"{self.layer().subject}, whose ranks hold parts of sequences (sp) and which "
+                    f"{self.layer().label}, whose ranks hold parts of sequences (sp) and which "
                     "calls zero3.attend: if it is recomputed, it is not known to be part of that "
                     "model. Call backward in the thread of the forward"
                 )
