@@ -20,7 +20,7 @@ from zero3.comm.log import Entry, TransferLog
 
 
 class Layer(NamedTuple):
-    name: str
+    label: str
 
 
 def written(*entries: tuple[str, int]) -> int:

@@ -33,14 +33,14 @@ class Subject:
     model at its first forward.
     """
 
-    __slots__ = ("log", "name")
+    __slots__ = ("label", "log", "name")
 
-    def __init__(self, name: str, log: TransferLog | None = None) -> None:
-        self.name = name
-        self.log = log  # the model's
+    def __init__(self, name: str, label: str = "") -> None:
+        self.name, self.label = name, label or name
+        self.log: TransferLog | None = None  # the model's
 
-    def rename(self, name: str) -> None:
-        self.name = name
+    def rename(self, label: str) -> None:
+        self.name, self.label = f"layer {label}", label
 
 
 class NamingFailures:

@@ -14,8 +14,8 @@ __all__: list[str] = []
 _MASK, _PRIME = (1 << 64) - 1, 1099511628211  # FNV-1a
 
 
-class Named(Protocol):
-    name: str
+class Labelled(Protocol):
+    label: str
 
 
 class Told(Protocol):
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     """
 
     doing: str
-    subject: Named
+    subject: Labelled
     identity: int  # the same number on all ranks, and different for every layer and kind
 
 
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 class Noted:
     """What a collective that is no layer's is for."""
 
-    name: str
+    label: str
 
 
 class TransferLog:
@@ -177,9 +177,4 @@ class TransferLog:
 
 
 def _names(transfers: Iterable[Entry]) -> str:
-    return (
-        ", ".join(
-            f"{doing} {subject.name.removeprefix('layer ')}" for doing, subject, _ in transfers
-        )
-        or "none"
-    )
+    return ", ".join(f"{doing} {subject.label}" for doing, subject, _ in transfers) or "none"

@@ -104,7 +104,7 @@ class LayerState:
         modules: int = 1,
     ) -> None:
         """`policy`: what the layer was made by. Others read it, core does not."""
-        self.subject = Subject(f"layer {label}")
+        self.subject = Subject(f"layer {label}", label)
         # a random number, the same on all ranks; labels may differ between ranks
         self.identity = communicator.channel
         self.communicator = communicator
@@ -163,10 +163,10 @@ class LayerState:
 
     @property
     def label(self) -> str:
-        return self.subject.name.removeprefix("layer ")
+        return self.subject.label
 
     def rename(self, label: str) -> None:
-        self.subject.rename(f"layer {label}")
+        self.subject.rename(label)
         spans = (
             profiler_label(f"zero3::{name} layer {label}")
             for name in ("fetch", "wait", "forward", "backup", "release")
