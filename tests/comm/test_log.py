@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 def written(*entries: tuple[str, int]) -> int:
     log = TransferLog()
     for doing, identity in entries:
-        log.entries.append(Entry(doing, Layer("layer a"), 2 * identity + (doing == "gathering")))
+        log.entries.append(Entry(doing, Layer("a"), 2 * identity + (doing == "gathering")))
     return log.digest
 
 
@@ -47,7 +47,7 @@ def test_a_hash_tells_transfers_layers_and_orders_apart() -> None:
 def test_the_log_keeps_the_latest_and_counts_all() -> None:
     log = TransferLog()
     for number in range(10):
-        log.entries.append(Entry("gathering", Layer(f"layer {number}"), number))
+        log.entries.append(Entry("gathering", Layer(str(number)), number))
         if number % 3 == 0:
             log.fold()
     assert log.count == 10
@@ -130,7 +130,7 @@ def test_the_log_is_looked_at_before_a_step(look: str, tmp_path: Path) -> None:
         optimizer, scaler = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1), zero3.GradScaler("cpu")
         model._state.log.fold()
         if group.rank == 0:
-            model._state.log.entries.append(Entry("gathering", Layer("layer that only rank 0 has"), 77))
+            model._state.log.entries.append(Entry("gathering", Layer("that only rank 0 has"), 77))
         scaler.scale(model(torch.ones(2, 4)).sum()).backward()
         ways = {
             "clip_grad_norm_": lambda: zero3.clip_grad_norm_(model, 1.0),
