@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,10 @@ import transformers as t
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.pairs.joining import on_threads
+from tests.sequences.attending import HOWS, own
 from tests.sequences.texts import WORDS, assert_gradients, batch, made, plain_step, plain_sum, step
 from tests.support.ranks import run_parts, run_ranks
 from zero3.sequences.attention import check_model
@@ -209,50 +208,6 @@ def test_profile_shows_exchanges() -> None:
 # -- a model of one's own
 
 
-class Attention(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.all, self.out, self.how = nn.Linear(8, 24), nn.Linear(8, 8), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(2, (4, 2)).transpose(1, 2) for each in self.all(x).chunk(3, -1))
-        causal = partial(scaled_dot_product_attention, is_causal=True)
-        found = causal(q, k, v) if self.how == "alone" else zero3.attend(causal, q, k, v)
-        return x + self.out(found.transpose(1, 2).flatten(2))
-
-
-HOWS = ["attend", "checkpoint", "reentrant", "both checkpoint", "both reentrant"]  # both: all blocks, and each of them in it
-
-
-def run(function: Any, x: Tensor, how: str) -> Tensor:
-    if not (torch.is_grad_enabled() and x.requires_grad) or not how.endswith(("checkpoint", "reentrant")):
-        return function(x)
-    return checkpoint(function, x, use_reentrant=how.endswith("reentrant"))
-
-
-class Own(nn.Module):
-    def __init__(self, how: str = "attend") -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, 8)
-        self.blocks = nn.ModuleList(Attention(how) for _ in range(2))
-        self.head = nn.Linear(8, WORDS)
-        self.how = how
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(run(self.all_blocks, self.embed(ids), self.how if self.how.startswith("both") else ""))
-
-    def all_blocks(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = run(block, x, self.how)
-        return x
-
-
-def own(how: str = "attend") -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Own(how).double()
-
-
 @pytest.mark.parametrize("how", HOWS)
 def test_attend_in_a_model_of_ones_own(how: str) -> None:
     models, plain, whole = [own(how) for _ in range(2)], own(), batch(0, 7)["input_ids"]
@@ -265,121 +220,6 @@ def test_attend_in_a_model_of_ones_own(how: str) -> None:
         assert_gradients(mine, plain, 1e-9)
         with zero3.resident(mine), torch.no_grad():
             torch.testing.assert_close(mine(whole), plain(whole))  # each rank for itself
-
-    run_parts(1, 2, body)
-
-
-def test_backward_in_another_thread_than_forward() -> None:
-    """transformers' attentions are told of their model. Whose one's own are, a note of torch's in the thread says."""
-    models, own_models, plain, whole = [made() for _ in range(2)], [own("reentrant") for _ in range(2)], made(), batch(0, 7)
-    plain_sum(plain, whole)[0].backward()
-
-    def body(group: Any) -> None:
-        policy = zero3.ShardingPolicy(gradient_reduction="sum")
-        mine, other = (zero3.shard(each[group.rank], process_group=group, policy=policy) for each in (models, own_models))
-        mine.activation_checkpointing_enable({"use_reentrant": True})
-        loss = zero3.causal_lm_loss(mine.train(), reduction="sum", **zero3.split_sequence(mine, whole))
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(loss.backward).result()
-            assert_gradients(mine, plain)
-            loss = other(zero3.split_sequence(other, {"input_ids": whole["input_ids"]})["input_ids"]).sum()
-            with pytest.raises(RuntimeError, match=r"in another thread than the forward of the root .Own., .*Call backward in the thread"):
-                pool.submit(loss.backward).result()
-
-    run_parts(1, 2, body)
-
-
-@pytest.mark.parametrize("theirs", HOWS)
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("first", [True, False], ids=["other-first", "other-last"])
-def test_another_model_in_the_same_backward_attends_for_itself(how: str, theirs: str, first: bool) -> None:
-    """Also where it is recomputed, after or before this one."""
-    models, others, plain, whole = [own(how) for _ in range(2)], [own(theirs) for _ in range(2)], own(), batch(0, 8)["input_ids"]
-    plain(whole).square().sum().backward()
-    expected = [own() for _ in range(2)]
-
-    def body(group: Any) -> None:
-        mine = zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
-        other, alone = others[group.rank], expected[group.rank]
-        part = zero3.split_sequence(mine, {"input_ids": whole})["input_ids"]
-        alone(part).square().sum().backward()
-        losses = [model(part).square().sum() for model in ((other, mine) if first else (mine, other))]
-        sum(losses).backward()  # type: ignore[attr-defined]
-        assert_gradients(mine, plain, 1e-9)
-        for ours, theirs in zip(other.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
-
-    run_parts(1, 2, body)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(("kind", "how"), [*(("own", how) for how in HOWS), ("transformers", "attend"), ("transformers", "checkpoint")])
-def test_the_whole_model_in_a_checkpoint(kind: str, reentrant: bool, how: str) -> None:
-    """Two forwards, with other positions and masks."""
-
-    def make() -> Any:
-        return own(how) if kind == "own" else made()
-
-    def outputs(model: nn.Module, part: dict[str, Tensor], scale: Tensor) -> Tensor:
-        found = model(part["input_ids"]) if kind == "own" else model(**part).logits
-        return found * scale
-
-    models, plain = [make() for _ in range(2)], own() if kind == "own" else made()
-    batches = [batch(0, 7, "" if kind == "own" else "left"), batch(0, 7, step=1)]
-    one = torch.ones((), dtype=torch.float64, requires_grad=True)
-    for each in batches:
-        del each["labels"]
-        outputs(plain, each, one).square().sum().backward()
-
-    def body(group: Any) -> None:
-        mine = zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
-        if kind != "own" and how != "attend":
-            mine.activation_checkpointing_enable({"use_reentrant": False})
-        mine.train()
-        parts = [zero3.split_sequence(mine, each) for each in batches]
-        losses = [checkpoint(outputs, mine, part, one.detach().requires_grad_(), use_reentrant=reentrant).square().sum() for part in parts]
-        sum(losses).backward()  # type: ignore[attr-defined]
-        assert_gradients(mine, plain)
-
-    run_parts(1, 2, body)
-
-
-class Taught(Own):
-    """Calls another model inside of its own forward."""
-
-    teacher: list[nn.Module]  # which is no part of it
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = run(self.blocks[0], self.embed(ids), self.how)
-        told = self.teacher[0](ids).mean(-1, keepdim=True)
-        return self.head(run(self.blocks[1], x + told, self.how))
-
-
-def taught(how: str, teacher: nn.Module) -> Taught:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Taught(how).double()
-    model.teacher = [teacher]
-    return model
-
-
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("how", ["attend", "checkpoint", "reentrant"])
-def test_attend_in_a_model_that_calls_another_one(how: str, trains: bool) -> None:
-    teachers, whole = [own(how).requires_grad_(trains) for _ in range(3)], batch(0, 7)["input_ids"]
-    models = [taught(how, teacher) for teacher in teachers]
-    plain, teacher = models.pop(), teachers.pop()
-    plain(whole).square().sum().backward()
-
-    def body(group: Any) -> None:
-        policy = zero3.ShardingPolicy(gradient_reduction="sum")
-        zero3.shard(teachers[group.rank], process_group=group, policy=policy)
-        mine = zero3.shard(models[group.rank], process_group=group, policy=policy)
-        part = zero3.split_sequence(mine, {"input_ids": whole})
-        mine(part["input_ids"]).square().sum().backward()
-        assert_gradients(mine, plain, 1e-9)
-        if trains:
-            assert_gradients(teachers[group.rank], teacher, 1e-9)
 
     run_parts(1, 2, body)
 

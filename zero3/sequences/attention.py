@@ -138,8 +138,9 @@ class _Exchanging:
                 f"an attention of {type(module).__name__} was called outside of a forward of the "
                 "sharded model, whose ranks hold parts of sequences (sp): call the model"
             )
-        if parts.present is not None and kw.get("position_ids") is not None:
-            kw["position_ids"] = parts.present.positions
+        measured = parts.settle()
+        if measured is not None and kw.get("position_ids") is not None:
+            kw["position_ids"] = measured.positions
 
         def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             stand_in = _AttentionNamed(module, self._name)

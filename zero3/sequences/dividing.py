@@ -83,7 +83,7 @@ def enter_forward(
 ) -> Any:
     """Around a forward. `read(module, forward, args, kwargs)` tells what of the whole it needs."""
     parts = parts_of(module)
-    if parts is None or parts.depth:
+    if parts is None or parts.depth or parts.is_recomputed:
         return forward(*args, **kwargs)
     if not parts.active:
         check_whole(tensors_in((args, kwargs)))

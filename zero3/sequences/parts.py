@@ -21,6 +21,7 @@ from ..comm.log import Entry
 from ..conductors.conducted import unconducted
 from ..core.autograd import (
     backward_task,
+    checkpoint_around,
     current_node,
     graph_clock,
     note_in_thread,
@@ -72,8 +73,10 @@ class Measure:
         return found
 
     def take_part(self) -> None:
-        """After a failure, or without data."""
-        self.parts.measure(Beginning(), None, _ABSENT)
+        """After a failure, or without data. What is recomputed is as long as it was."""
+        last: Measured | None = self.parts.present
+        sizes = (0, 0) if last is None else (last.batch, last.part)
+        self.parts.measure(Beginning(_nothing, *sizes), None, _ABSENT)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -81,9 +84,11 @@ class _Forward:
     """One forward of a model, which lives as long as its graph."""
 
     parts: weakref.ref[Parts]
+    measured: Measured
+    within: int  # the backward that recomputes it, or -1
     first: int = field(default_factory=graph_clock)
     last: int | None = None  # of its graph's nodes; None: it is under way
-    backward: int = -1  # that has come to it
+    recomputes: bool = False  # whether one of its attentions is in a checkpoint
 
 
 class _Forwards(NamedTuple):
@@ -93,28 +98,33 @@ class _Forwards(NamedTuple):
 
     all: tuple[weakref.ref[_Forward], ...] = ()
     present: weakref.ref[_Forward] | None = None  # what runs now is part of it
+    backward: int = -1  # which has put the note
 
     @staticmethod
     def here() -> _Forwards:
         return noted_in_thread(_FORWARDS) or _Forwards()
 
-    def put(self, present: weakref.ref[_Forward] | None) -> None:
-        note_in_thread(_FORWARDS, _Forwards(self.all, present))
+    def put(self, present: _Forward | None) -> None:
+        kept = None if present is None else weakref.ref(present)
+        note_in_thread(_FORWARDS, _Forwards(self.all, kept, backward_task()))
 
     def find(self) -> _Forward | None:
         """The present one. It is under way, or a node of its graph runs, which needs what is
-        recomputed. A backward inside of that node has nodes of its own, and the node's note.
+        recomputed. Nodes that a recomputation has made, and a backward inside of the first one
+        runs, are part of a forward that was recomputed with them, or else of what the outer node
+        is part of.
         """
         present = self.present() if self.present is not None else None
-        if (present is not None and present.last is None) or (node := current_node()) is None:
+        is_known = self.backward == backward_task()  # by this node, or outside of backwards
+        if is_known or (present is not None and present.last is None):
             return present
-        alive = [each for reference in self.all if (each := reference()) is not None]
-        if not (reached := [each for each in alive if each.backward == backward_task()]):
-            return present
-        number = node._sequence_nr()
-        around = [each for each in reached if each.first <= number < (each.last or 0)]
-        found = max(around, key=lambda each: each.first, default=None)  # one may call another
-        self.put(None if found is None else weakref.ref(found))
+        node = current_node()
+        number = -1 if node is None else node._sequence_nr()
+        alive = (each for reference in self.all if (each := reference()) is not None)
+        beside = (each for each in alive if each.within == self.backward)
+        around = (each for each in beside if each.first <= number < (each.last or 0))
+        found = max(around, key=lambda each: each.first, default=present)  # one may call another
+        self.put(found)
         return found
 
 
@@ -128,7 +138,7 @@ class Parts:
         # of the latest forward, or of that which is recomputed
         self.present: Measured | None = None
         self.depth = 0  # forwards under way
-        self.now = _Forward(weakref.ref(self))  # the latest
+        self.now: _Forward | None = None  # the latest
         self._members, self._index = shared.members, shared.part
         self.ran: dict[nn.Module, str] = {}  # attentions of this forward
         self.exchanged: set[nn.Module | None] = set()
@@ -162,36 +172,53 @@ class Parts:
         self.present = measured
         self.depth += 1
         self.ran, self.exchanged = {}, set()
-        self.now = _Forward(weakref.ref(self))
-        before, now = _Forwards.here(), weakref.ref(self.now)
-        alive = (each for each in before.all if each() is not None)
-        _Forwards((*alive, now)).put(now)
+        # of a model that calls this one: its teacher, perhaps
+        around = _Forwards.here().find()
+        self.now = now = _Forward(weakref.ref(self), measured, backward_task())
+        alive = (each for each in _Forwards.here().all if each() is not None)
+        _Forwards((*alive, weakref.ref(now))).put(now)
         try:
             yield
         finally:
             self.depth -= 1
-            self.now.last = graph_clock()
-            _Forwards.here().put(
-                before.present
-            )  # of a model that calls this one: its teacher, perhaps
+            now.last = graph_clock()
+            _Forwards.here().put(around)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether a part of a forward is."""
+        now = _Forwards.here().find()
+        return now is not None and now.parts() is self
+
+    def settle(self) -> Measured | None:
+        """Of the forward that what runs now is part of, as far as that is known."""
+        now = _Forwards.here().find()
+        if now is not None and now.parts() is self:
+            self.present = now.measured
+        return self.present
 
     def come_back(self, output: Any) -> None:
         """Backward may recompute this forward, when others have followed."""
-        measured, now, attends = self.present, self.now, None in self.exchanged
+        now = self.now
 
         def begin(_: Any) -> None:
-            if attends and not any(each() is now for each in _Forwards.here().all):
-                raise RuntimeError(
-                    "this backward was begun in another thread than the forward of "
-                    f"{self.layer().label}, whose ranks hold parts of sequences (sp) and which "
-                    "calls zero3.attend: if it is recomputed, it is not known to be part of that "
-                    "model. Call backward in the thread of the forward"
-                )
-            self.present, now.backward = measured, backward_task()
+            if now is not None:
+                self._arrive(now)
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin)
+
+    def _arrive(self, now: _Forward) -> None:
+        """A backward comes to a forward."""
+        if now.recomputes and not any(each() is now for each in _Forwards.here().all):
+            raise RuntimeError(
+                f"the forward of {self.layer().label}, whose ranks hold parts of sequences (sp), "
+                "was made in another thread than its backward, or in a backward: a zero3.attend in "
+                "a checkpoint would not be known to be part of it. Call backward in the thread of "
+                "the forward"
+            )
+        self.present = now.measured
 
     def check_exchanged(self, what: str) -> None:
         """Raises RuntimeError if an attention ran, and did not exchange."""
@@ -316,7 +343,9 @@ class Parts:
         caller: nn.Module | None = None,
     ) -> Tensor:
         """See `zero3.attend`."""
-        measured = self.present
+        if caller is None and self.depth and self.now is not None and not self.now.recomputes:
+            self.now.recomputes = checkpoint_around() is not None
+        measured = self.settle()
         if measured is None or query.shape[2] != measured.part or query.shape[0] != measured.batch:
             raise RuntimeError(
                 f"an attention was called with queries {list(query.shape)}, expected [B, H, part, "
@@ -357,7 +386,7 @@ def attend(
 
     Raises:
         ValueError: The query heads are not divisible.
-        RuntimeError: It is called outside of a forward of the sharded model.
+        RuntimeError: It has other tokens than this rank's part of the sequences.
 
     Example::
 

@@ -308,7 +308,7 @@ class Gates:
         if not self.calls.known:  # forgotten, for not all ranks have made the same calls
             self._known.clear()
         recorded = continues and self._pass.recorded
-        trains = torch.is_grad_enabled() or checkpoint_around() is not None  # a reentrant one
+        trains = torch.is_grad_enabled() or checkpoint_around() is not None
         self._pass = Pass(True, trains, recorded)
         self._trunk.begin(continues=continues)
 
