@@ -276,6 +276,10 @@ def test_parts_refuse_wrong_calls(call: Any, match: str) -> None:
     refused(made, call, match)
 
 
+def test_a_model_of_ones_own_that_is_called_without_a_part_is_refused() -> None:
+    refused(own, lambda m, g: m(torch.tensor([1, 2])), r"without a tensor \[B, part, \.\.\.\]")
+
+
 SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0,
 }  # fmt: skip
