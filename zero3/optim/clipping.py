@@ -89,7 +89,9 @@ def clip_grad_norm_(
     states[0].log.note(
         "clipping",
         f"the gradients to max_norm={limit} of norm {norm_type}{', if it is finite' * strict}",
-        *(norm_type, limit, strict),
+        norm_type,
+        limit,
+        strict,
     )
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
