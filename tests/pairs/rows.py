@@ -542,7 +542,7 @@ AXES: dict[str, dict[str, Row]] = {
         "reentrant": Row("reentrant", shape={"reentrant": True}),
         "not reentrant": Row("reentrant", shape={"reentrant": False}, streams=True),
     },
-    "one checkpoint": {  # around the whole model
+    "one checkpoint": {  # around the whole model; on the device the kind that "checkpointing" does not have there
         "reentrant": Row("checkpoint", checkpoint=partial(checkpoint, use_reentrant=True), streams=True),
         "not reentrant": Row("checkpoint", checkpoint=partial(checkpoint, use_reentrant=False)),
     },

@@ -186,9 +186,8 @@ class Parts:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether a part of a forward is."""
-        now = _Forwards.here().find()
-        return now is not None and now.parts() is self
+        """Whether what runs now is part of a forward that was over, and is recomputed."""
+        return _present() is self
 
     def settle(self) -> Measured | None:
         """Of the forward that what runs now is part of, as far as that is known."""
@@ -394,11 +393,16 @@ def attend(
 
     Source: Jacobs et al., DeepSpeed Ulysses, 2023.
     """
-    now = _Forwards.here().find()
-    parts = now.parts() if now is not None else None
+    parts = _present()
     if parts is None or not parts.active:
         return attention(query, key, value)
     return parts.attend(attention, query, key, value)
+
+
+def _present() -> Parts | None:
+    """Those of the model that what runs now is part of."""
+    now = _Forwards.here().find()
+    return None if now is None else now.parts()
 
 
 def parts_of(module: nn.Module) -> Parts | None:
@@ -416,8 +420,7 @@ def measures_of(model: nn.Module) -> list[Measure]:
 
 def parts_under_way() -> Parts | None:
     """Those of the model whose forward is under way."""
-    now = _Forwards.here().find()
-    parts = now.parts() if now is not None else None
+    parts = _present()
     return parts if parts is not None and parts.depth and parts.active else None
 
 
