@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import struct
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,7 +82,7 @@ class Measure:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Forward:
-    """One forward of a model, which lives as long as its graph."""
+    """One forward of a model, which lives as long as hooks on its outputs do, or longer."""
 
     parts: weakref.ref[Parts]
     measured: Measured
@@ -139,6 +140,8 @@ class Parts:
         self.present: Measured | None = None
         self.depth = 0  # forwards under way
         self.now: _Forward | None = None  # the latest
+        # what a backward may recompute, though the hooks on its outputs are gone: small things
+        self._kept: deque[_Forward] = deque(maxlen=256)
         self._members, self._index = shared.members, shared.part
         self.ran: dict[nn.Module, str] = {}  # attentions of this forward
         self.exchanged: set[nn.Module | None] = set()
@@ -344,6 +347,7 @@ class Parts:
         """See `zero3.attend`."""
         if caller is None and self.depth and self.now is not None and not self.now.recomputes:
             self.now.recomputes = checkpoint_around() is not None
+            self._kept.extend([self.now] * self.now.recomputes)
         measured = self.settle()
         if measured is None or query.shape[2] != measured.part or query.shape[0] != measured.batch:
             raise RuntimeError(
