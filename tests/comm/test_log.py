@@ -16,7 +16,7 @@ from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.routed import Routed, gather_others
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.comm.log import Entry, TransferLog
+from zero3.comm.log import Entry, TransferLog, Transfers
 
 
 class Layer(NamedTuple):
@@ -24,7 +24,7 @@ class Layer(NamedTuple):
 
 
 def written(*entries: tuple[str, int]) -> int:
-    log = TransferLog()
+    log = TransferLog(Transfers(), 0)
     for doing, identity in entries:
         log.entries.append(Entry(doing, Layer("a"), 2 * identity + (doing == "gathering")))
     return log.digest
@@ -45,7 +45,7 @@ def test_a_hash_tells_transfers_layers_and_orders_apart() -> None:
 
 
 def test_the_log_keeps_the_latest_and_counts_all() -> None:
-    log = TransferLog()
+    log = TransferLog(Transfers(), 0)
     for number in range(10):
         log.entries.append(Entry("gathering", Layer(str(number)), number))
         if number % 3 == 0:
@@ -248,7 +248,7 @@ def test_the_log_stays_short_without_a_forward() -> None:
             zero3.full_state_dict(model)
             log = model[0]._state.log
             assert not log.entries
-            assert log.count == 3 * number
+            assert log.count == 5 * number
 
     run_ranks(2, body)
 

@@ -65,7 +65,7 @@ def test_every_transfer_of_a_step_is_conducted_between_its_marks(mesh: bool, pol
         for turn in range(3):
             model(rows(2 + turn)).sum().backward()
             log = states_of(model)[0].log
-            told = log.folded + len(log.entries)
+            told = log.count
             optimizer.step()
             optimizer.zero_grad()
         moved = [what for what in seen if isinstance(what, Gather | Reduce)]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .log import Told
+from .log import Told, Transfers
 from .streams import Done, Lanes, Pending, lanes_for
 
 __all__: list[str] = []
@@ -115,6 +115,14 @@ class Averages(Communicator, Protocol):
 
 def averages(communicator: Communicator) -> bool:
     return bool(getattr(communicator, "averages", False))
+
+
+def transfers_of(communicator: Communicator) -> Transfers:
+    """Where a model's transfers are noted: with those of all models over these ranks, if messages
+    carry no tag. A communicator need not keep them.
+    """
+    shared = None if communicator.tags_messages else getattr(communicator, "transfers", None)
+    return Transfers() if shared is None else shared
 
 
 def is_first(communicator: Communicator) -> bool:

@@ -61,21 +61,50 @@ class Noted:
     label: str
 
 
+class Transfers:
+    """What a rank has transferred, as a rolling hash. Ranks that have made the same transfers have
+    the same hash.
+
+    Where no message says which layer it is of, all models over the same ranks share one: if some
+    ranks use them in another order, each model gets the other one's numbers.
+    """
+
+    __slots__ = ("_wider", "digest", "entries", "folded", "latest")
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []  # transfers that are not in the hash yet
+        self.folded = 0  # the number of transfers in the hash
+        self.digest = 14695981039346656037
+        self.latest: deque[Entry] = deque(maxlen=4)
+        self._wider: dict[tuple[int, ...], Transfers] = {}
+
+    def fold(self) -> None:
+        """Adds the new transfers to the hash."""
+        for transfer in self.entries:
+            self.digest = ((self.digest ^ transfer.identity) * _PRIME) & _MASK
+        self.folded += len(self.entries)
+        self.latest.extend(self.entries[-4:])
+        self.entries.clear()
+
+    def among(self, members: Iterable[int]) -> Transfers:
+        """Those of a mesh of these ranks, of which these transfers' own ranks are a column."""
+        return self._wider.setdefault(tuple(members), Transfers())
+
+
 class TransferLog:
-    """The transfers of one model. Ranks that have made the same transfers have the same hash.
+    """The transfers of one model, and of those that share them with it.
 
     A transfer costs only one append to `entries`. The hash is computed later, when it is needed.
     """
 
-    __slots__ = ("_digest", "_latest", "_said", "_told", "entries", "folded", "passes", "ring")
+    __slots__ = ("_identity", "_said", "_told", "_transfers", "entries", "passes", "ring")
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []  # transfers that are not in the hash yet
+    def __init__(self, transfers: Transfers, identity: int) -> None:
+        """`identity`: the model's, the same number on all ranks."""
+        self._transfers, self._identity = transfers, identity
+        self.entries = transfers.entries
         self.ring: Keeps | None = None  # whoever conducts a transfer writes it there, too
         self.passes = 0  # forwards of the whole model; inside `resident` ranks may differ
-        self.folded = 0  # the number of transfers in the hash
-        self._digest = 14695981039346656037
-        self._latest: deque[Entry] = deque(maxlen=4)
         self._told: Told | None = None  # the hashes of all ranks at the last `tell`
         # the forward of the last `tell`, and this rank's latest transfers then
         self._said: tuple[int, list[Entry]] = (0, [])
@@ -86,17 +115,13 @@ class TransferLog:
 
     def fold(self) -> None:
         """Adds the new transfers to the hash."""
-        for transfer in self.entries:
-            self._digest = ((self._digest ^ transfer.identity) * _PRIME) & _MASK
-        self.folded += len(self.entries)
-        self._latest.extend(self.entries[-4:])
-        self.entries.clear()
+        self._transfers.fold()
 
     def note(self, doing: str, what: str, *numbers: float) -> None:
         """Logs a collective that is no layer's, with `numbers` that must be the same on all
         ranks.
         """
-        self.entries.append(Entry(doing, Noted(what), hash(numbers)))
+        self.entries.append(Entry(doing, Noted(what), hash((self._identity, *numbers))))
         self.keep(doing)
 
     def keep(self, doing: str) -> None:
@@ -116,21 +141,20 @@ class TransferLog:
     @property
     def count(self) -> int:
         """The number of transfers so far."""
-        return self.folded + len(self.entries)
+        return self._transfers.folded + len(self.entries)
 
     @property
     def digest(self) -> int:
         """The hash of all transfers so far, 64 bits."""
         self.fold()
-        return self._digest
+        return self._transfers.digest
 
     def tell(self, communicator: Tells, device: Any) -> None:
         """Sends the count and the hash to the other ranks, without a wait. `look` compares them
         later.
         """
-        self.fold()
-        payload = self._digest.to_bytes(8, "little") + self.folded.to_bytes(8, "little")
-        self._said = (self.passes + 1, list(self._latest))
+        payload = self.digest.to_bytes(8, "little") + self.count.to_bytes(8, "little")
+        self._said = (self.passes + 1, list(self._transfers.latest))
         self._told = communicator.exchange_later(payload, device)
 
     def look(self, *, wait: bool = True) -> None:
@@ -161,19 +185,18 @@ class TransferLog:
 
     def summary(self) -> str:
         """A text that ranks compare."""
-        self.fold()
-        return f"{self.folded} transfers, hash {self._digest:016x}, the latest: {self._recently()}"
+        return f"{self.count} transfers, hash {self.digest:016x}, the latest: {self._recently()}"
 
     def where(self) -> str:
         """A sentence for errors."""
-        self.fold()
         return (
             f"This was in forward pass {self.passes} (or its backward), transfer "
-            f"{self.folded}; the latest: {self._recently()}."
+            f"{self.count}; the latest: {self._recently()}."
         )
 
     def _recently(self) -> str:
-        return _names(self._latest)
+        self.fold()
+        return _names(self._transfers.latest)
 
 
 def _names(transfers: Iterable[Entry]) -> str:

@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 
 from .board import Board, board_for, numbered
-from .communicator import Averages, Bounds, Communicator, SoloCommunicator, averages
-from .log import Told
+from .communicator import (
+    Averages,
+    Bounds,
+    Communicator,
+    SoloCommunicator,
+    averages,
+    transfers_of,
+)
+from .log import Told, Transfers
 from .process_group import Gathered, board_of
 from .streams import Done, Lanes, OnHost, Pending, Then, has_streams, on_device
 
@@ -60,6 +67,11 @@ class MeshCommunicator:
     def row(self) -> Communicator:
         """Among the shards of this replica."""
         return self._row
+
+    @property
+    def transfers(self) -> Transfers:
+        """Those of all models over this mesh."""
+        return transfers_of(self._column).among(self.members)
 
     def of_one_shard(self) -> MeshCommunicator:
         """Among the ranks that hold the same chunk: each holds all that they share."""

@@ -20,7 +20,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from .board import Board, numbered
 from .communicator import Bounds, Communicator
-from .log import Told
+from .kept import keep_with, kept_with
+from .log import Told, Transfers
 from .streams import Done, Lanes, OnHost, Pending, has_streams, lanes_for, on_device
 
 __all__: list[str] = []
@@ -86,6 +87,12 @@ class GroupCommunicator:
                 "anew"
             )
         return group
+
+    @property
+    def transfers(self) -> Transfers:
+        """Those of all models over this group."""
+        group = self._group
+        return kept_with(group, Transfers) or keep_with(group, Transfers())
 
     def message_board(self) -> Board | None:
         # destroyed, or in a forked child: the transfer's own error says so

@@ -53,7 +53,7 @@ class LayerGradients:
         self.ignored: tuple[IgnoredGradient, ...] = ()
         # a weak reference to the model's `Backward`
         self.backward: Callable[[], Any] = lambda: None
-        self.log = TransferLog()  # the model's
+        self.log: TransferLog  # the model's, by `write_into`
         # the number of `no_sync` contexts that the layer is in, and of those with `replicas_only`
         self.deferrals = self._replica_deferrals = 0
         self.holds = 0  # the number of `step_guard` contexts that the layer is in

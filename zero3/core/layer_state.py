@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, transfers_of
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
@@ -139,7 +139,7 @@ class LayerState:
         self.as_stored = False
         # the parameters' versions while the layer was fetched; graphs save these
         self.versions: list[int] = []
-        self.write_into(TransferLog())
+        self.write_into(TransferLog(transfers_of(communicator), self.identity))
         self.rename(label)
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:

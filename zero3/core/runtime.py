@@ -207,11 +207,11 @@ class Runtime:
         if self._tells:
             log.look()
             first.conductor.conduct(comparison)
-        elif log.folded + len(log.entries) >= self._due:
+        elif log.count >= self._due:
             log.fold()
             # if it is 1, `Comparing` does it before each gather
             if self._compare_every <= 1 or first.conductor.conduct(comparison):
-                self._due = log.folded + (self._compare_every or FOLD_EVERY)
+                self._due = log.count + (self._compare_every or FOLD_EVERY)
 
     def end_pass(self, *, began: bool, error: BaseException | None) -> None:
         """[F5] The outermost module's forward is over, or has raised `error`. `began`: what

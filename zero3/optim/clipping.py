@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..access import used
-from ..comm.agreement import agree_where_nan
-from ..comm.errors import NamingFailures, Subject
 from ..comm.streams import on_device
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState, ignored_of
 from .gradients_in_files import gradients_in_files, norms_in_files, scale_in_files
-from .norms import gradients_to_measure, ignored_gradients
+from .norms import gradients_to_measure, ignored_gradients, over_ranks
 from .pieces import parts_of
 
 __all__: list[str] = []
@@ -122,15 +120,8 @@ def _over_ranks(
     total = local if maximum else local**norm_type
     if communicator.replica and error is None:
         total = torch.zeros_like(total)  # replicas have the same gradients, which count once
-    with NamingFailures(
-        communicator, "summing up", Subject("the norm of the gradients"), "clip_grad_norm_"
-    ):
-        # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of
-        # floats may lose nan.
-        communicator.all_reduce(
-            total.abs_().view(torch.int64) if maximum else total, maximum=maximum
-        )
-    agree_where_nan(communicator, first.device, "clip_grad_norm_", total, error)
+    what = "the norm of the gradients"
+    (total,) = over_ranks(first, total[None], "clip_grad_norm_", what, error, maximum)
     if communicator.world_size == 1:
         return local
     if shared:

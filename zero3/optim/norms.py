@@ -14,6 +14,7 @@ from ..access import used
 from ..comm.agreement import agree, agree_where_nan
 from ..comm.communicator import is_first
 from ..comm.errors import NamingFailures, Subject
+from ..comm.factory import IDENTITY_BYTES
 from ..core.account import Account
 from ..core.chunk import Chunk
 from ..core.flat import view
@@ -96,13 +97,9 @@ def parameter_norms(
         for key, flat in whole:
             if is_first(communicator) and key in rows:
                 values[rows[key]] = _power(flat, norm_type)
-    with NamingFailures(
-        communicator, "summing up", Subject("the norms of the parameters"), "parameter_norms"
-    ):
-        sent = values[None]  # of another shape than what other functions sum up
-        # as integers: see clip_grad_norm_
-        communicator.all_reduce(sent.view(torch.int64) if maximum else sent, maximum=maximum)
-    agree_where_nan(communicator, states[0].device, "parameter_norms", values, error)
+    # [1, n]: of another shape than what other functions sum up
+    what = "the norms of the parameters"
+    (values,) = over_ranks(states[0], values[None], "parameter_norms", what, error, maximum)
     # see clip_grad_norm_
     states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)
     values = values if maximum else values ** (1.0 / norm_type)
@@ -116,6 +113,41 @@ def parameter_norms(
         for (name, _), value, is_asked in zip(named, values, asked, strict=True)
         if is_asked
     }
+
+
+def over_ranks(
+    first: LayerState,
+    powers: Tensor,
+    caller: str,
+    what: str,
+    error: Exception | None,
+    maximum: bool,
+) -> Tensor:
+    """The sums over ranks of norms' powers, or the largest, from each rank's `powers`, at least
+    0.
+
+    Raises:
+        ValueError: Ranks have called it for different models. On an accelerator they are told when
+            they compare their transfers.
+    """
+    communicator, ranks = first.communicator, first.communicator.world_size
+    own: list[int] = []
+    if ranks > 1 and communicator.tags_messages:  # but those of sums: so they say which model's
+        own = [first.identity, (1 << 8 * IDENTITY_BYTES) - first.identity]
+        said = powers.new_tensor(own).expand(*powers.shape[:-1], -1)
+        powers = torch.cat([powers, said], -1)
+    with NamingFailures(communicator, "summing up", Subject(what), caller):
+        # Read as integers, positive numbers keep their order, and nan is the largest. A maximum of
+        # floats may lose nan.
+        communicator.all_reduce(
+            powers.abs_().view(torch.int64) if maximum else powers, maximum=maximum
+        )
+    numel = powers.shape[-1] - len(own)
+    sums, found = powers[..., :numel], powers[..., numel:]
+    if found.flatten().tolist() != [each if maximum else each * ranks for each in own]:
+        agree(communicator, first.device, caller, [f"the model of {first.name_among_ranks}"])
+    agree_where_nan(communicator, first.device, caller, sums, error)
+    return sums
 
 
 def _named(

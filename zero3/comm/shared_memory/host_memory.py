@@ -23,7 +23,6 @@ import os
 import select
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kept import keep_with, kept_with
 from .neighbours import TOKEN_BYTES, Exchange, Neighbour, Own, meet
 
 __all__: list[str] = []
@@ -348,27 +348,12 @@ def host_memory(
     """This process's memory for `group`. All ranks make it together at its first use; it is closed
     when the group is destroyed.
     """
-    if (known := _known(group)) is not None:
+    if (known := kept_with(group, HostMemory)) is not None:
         return known
     memory = HostMemory(
         rank, world_size, *meet(rank, world_size, _header_bytes(world_size), exchange), timeout
     )
-    weakref.finalize(group, memory.close)
-    return memory
-
-
-def _known(group: Any) -> HostMemory | None:
-    """The memory that `group` has already. It is found through its finalizer: torch's groups take
-    no attributes.
-    """
-    for reference in weakref.getweakrefs(group):
-        ending = reference.__callback__
-        found = ending.peek() if isinstance(ending, weakref.finalize) else None
-        if found is not None and isinstance(
-            owner := getattr(found[1], "__self__", None), HostMemory
-        ):
-            return owner
-    return None
+    return keep_with(group, memory, HostMemory.close)
 
 
 def _header_bytes(world_size: int) -> int:

@@ -1,0 +1,185 @@
+"""Several models in one process: right if all ranks use them in one order, and otherwise an error on all ranks, though every
+transfer may fit. Without tags, as on NCCL, ranks' transfers are paired by their order alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero3
+from tests.support.processes import Rank, on_ranks
+from tests.support.ranks import run_mesh, run_ranks
+
+WIDTH = 4
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+FIRST, SECOND = plain(), plain()
+
+
+def sharded(model: nn.Module, group: Any, **policy: Any) -> nn.Module:
+    return zero3.shard(copy.deepcopy(model), layers=nn.Sequential, process_group=group, policy=zero3.ShardingPolicy(**policy))
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.arange(2.0 * WIDTH).view(2, WIDTH).sin() * (1 + rank) + step / 10
+
+
+# What a rank does with two models of equal sizes, in a step; `turned`: another way than the other ranks, which differs in
+# the order of transfers alone.
+
+
+def backwards(a: nn.Module, b: nn.Module, x: Tensor, turned: bool) -> None:
+    losses = [a(x).sum(), b(x).sum()]
+    for loss in reversed(losses) if turned else losses:
+        loss.backward()
+
+
+def forwards(a: nn.Module, b: nn.Module, x: Tensor, turned: bool) -> None:
+    with torch.no_grad():
+        for model in (b, a) if turned else (a, b):
+            model(x)
+
+
+def norms(a: nn.Module, b: nn.Module, x: Tensor, turned: bool) -> None:
+    (a(x).sum() + b(x).sum()).backward()
+    for model in (b, a) if turned else (a, b):
+        zero3.clip_grad_norm_(model, 1.0)
+
+
+def one_inside_of_the_other(a: nn.Module, b: nn.Module, x: Tensor, turned: bool) -> None:
+    with torch.no_grad():
+        h = a[0](x) if turned else a[0](b(x))  # type: ignore[index]
+        if turned:
+            b(x)
+        a[2](a[1](h))  # type: ignore[index]
+
+
+def one_leaves_out_a_layer(a: nn.Module, b: nn.Module, x: Tensor, turned: bool) -> None:
+    """Of a `dynamic` model ranks may, but for this: the other model's transfers come between."""
+    with torch.no_grad():
+        h = a[0](x)  # type: ignore[index]
+        h = h if turned else a[1](h)  # type: ignore[index]
+        a[2](b(h))  # type: ignore[index]
+
+
+def one_cuts_a_graph(a: nn.Module, b: nn.Module, x: Tensor, turned: bool) -> None:
+    h = a[0](x)  # type: ignore[index]
+    losses = [a[2](a[1](h.detach() if turned else h)).sum(), b(x).sum()]  # type: ignore[index]
+    torch.autograd.backward(losses)
+
+
+DIFFERENCES = [backwards, forwards, norms, one_inside_of_the_other, one_leaves_out_a_layer, one_cuts_a_graph]
+
+
+@pytest.mark.parametrize("policy", [{}, {"compare_every": 1}, {"prefetch_depth": 0}], ids=str)
+@pytest.mark.parametrize(
+    ("differ", "mesh"),
+    [*((each, False) for each in DIFFERENCES), *((each, True) for each in (backwards, forwards, norms))],
+    ids=lambda each: each.__name__ if callable(each) else "mesh" * each,
+)
+def test_models_used_in_another_order_on_one_rank_are_an_error(differ: Callable[..., None], policy: dict[str, Any], mesh: bool) -> None:
+    def body(group: Any) -> None:
+        also = {"dynamic": True} if differ is one_leaves_out_a_layer else {}
+        a, b = sharded(FIRST, group, **policy, **also), sharded(SECOND, group, **policy)
+        for step in range(8):
+            begun[group.rank] = step
+            turned = group.rank == 0 and step == 3  # orders are learned by then, and nobody asks
+            try:
+                differ(a, b, rows(group.rank, step), turned)
+            except (ValueError, RuntimeError) as error:  # a rank that differs, or that waits for it
+                texts.append(str(error))
+                raise
+
+    begun: dict[int, int] = {}
+    texts: list[str] = []
+    with pytest.raises((ValueError, RuntimeError)):
+        run_mesh(2, 2, body) if mesh else run_ranks(2, body)
+    assert max(begun.values()) <= 5, "in the second forward after it, at the latest"
+    if differ in (backwards, forwards, norms):
+        assert any(text.startswith(("ranks differ in", "ranks are not at")) for text in texts), texts
+
+
+USES = {
+    "a trains": lambda a, b, x: a(x).pow(2).sum().backward(),
+    "both in one loss": lambda a, b, x: (a(x) * b(x)).sum().backward(),
+    "a teaches b": lambda a, b, x: (b(x) - a(x).detach()).pow(2).sum().backward(),
+    "a of b": lambda a, b, x: a(b(x)).sum().backward(),
+    "b between a's layers": lambda a, b, x: a[2](b(a[1](a[0](x)))).sum().backward(),
+    "b in a checkpoint, then a": lambda a, b, x: a(checkpoint(b, x, use_reentrant=False)).sum().backward(),
+    "two losses": lambda a, b, x: [loss.backward() for loss in [a(x).sum(), b(x).sum()]],
+    "a's norm": lambda a, b, x: zero3.clip_grad_norm_(a, 1e9) if isinstance(a[0], zero3.Zero3Layer) else None,
+    "a looks": lambda a, b, x: torch.no_grad()(a)(x),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(USES)), st.booleans()), min_size=1, max_size=8),
+    st.sampled_from([{}, {"compare_every": 1}, {"prefetch_depth": 0}, {"dynamic": True}]),
+    st.sampled_from([{}, {"stage": 2}]),
+    st.booleans(),
+)
+def test_two_models_used_in_one_order_train_as_plain_ones(
+    program: list[tuple[str, bool]], first: dict[str, Any], second: dict[str, Any], mesh: bool
+) -> None:
+    def train(models: list[Any], chunks: list[nn.Parameter], xs: list[Tensor]) -> None:
+        optimizer = torch.optim.SGD(chunks, lr=0.01)
+        for use, turned in program:
+            for x in xs:
+                USES[use](*(reversed(models) if turned else models), x)
+            for chunk in chunks if len(xs) > 1 else ():  # plain torch takes the mean over all ranks' rows
+                chunk.grad = None if chunk.grad is None else chunk.grad / len(xs)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ranks = 4 if mesh else 2
+    plain_ones = [copy.deepcopy(model).double() for model in (FIRST, SECOND)]
+    parameters = [each for model in plain_ones for each in model.parameters()]
+    train(plain_ones, parameters, [rows(rank, 1).double() for rank in range(ranks)])
+
+    def body(group: Any) -> list[Tensor]:
+        models = [sharded(copy.deepcopy(model).double(), group, **policy) for model, policy in ((FIRST, first), (SECOND, second))]
+        train(models, [chunk for model in models for chunk in zero3.get_trainable_chunk(model)], [rows(group.rank, 1).double()])
+        with zero3.full_params(models[0]), zero3.full_params(models[1]):
+            return [each.detach().clone() for model in models for each in model.parameters()]
+
+    for found in run_mesh(2, 2, body) if mesh else run_ranks(2, body):
+        for ours, theirs in zip(found, parameters, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-9, atol=1e-12)
+
+
+def norms_of_two_models(rank: Rank) -> list[str]:
+    a, b = (sharded(model, None) for model in (FIRST, SECOND))
+    texts = []
+    for measure in (
+        lambda model: zero3.clip_grad_norm_(model, 1.0),
+        lambda model: zero3.clip_grad_norm_(model, 1.0, norm_type=float("inf")),
+        zero3.parameter_norms,
+        lambda model: zero3.parameter_norms(model, norm_type=float("inf")),
+    ):
+        (a(rows(rank.number, 0)).sum() + b(rows(rank.number, 0)).sum()).backward()
+        for model in (a, b):
+            measure(model)
+        with pytest.raises(ValueError, match="the model of") as caught:
+            measure(a if rank.number else b)
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gloo_takes_no_norm_of_another_model(ranks: int) -> None:
+    first, *others = on_ranks(ranks, norms_of_two_models)
+    assert all(each == first for each in others) and all("rank 0: the model of" in text for text in first)
