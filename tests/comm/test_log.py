@@ -16,7 +16,7 @@ from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.routed import Routed, gather_others
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.comm.log import Entry, TransferLog, Transfers
+from zero3.comm.log import Entry, History, TransferLog
 
 
 class Layer(NamedTuple):
@@ -24,7 +24,7 @@ class Layer(NamedTuple):
 
 
 def written(*entries: tuple[str, int]) -> int:
-    log = TransferLog(Transfers(), 0)
+    log = TransferLog(History(), 0)
     for doing, identity in entries:
         log.entries.append(Entry(doing, Layer("a"), 2 * identity + (doing == "gathering")))
     return log.digest
@@ -45,11 +45,11 @@ def test_a_hash_tells_transfers_layers_and_orders_apart() -> None:
 
 
 def test_the_log_keeps_the_latest_and_counts_all() -> None:
-    log = TransferLog(Transfers(), 0)
+    log = TransferLog(History(), 0)
     for number in range(10):
         log.entries.append(Entry("gathering", Layer(str(number)), number))
         if number % 3 == 0:
-            log.fold()
+            log.history.fold()
     assert log.count == 10
     assert log.where().endswith("transfer 10; the latest: gathering 6, gathering 7, gathering 8, gathering 9.")
     assert log.count == 10 and not log.entries
@@ -128,7 +128,7 @@ def test_the_log_is_looked_at_before_a_step(look: str, tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> str:
         model = Zero3Layer(Fuse(group), process_group=group)
         optimizer, scaler = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1), zero3.GradScaler("cpu")
-        model._state.log.fold()
+        model._state.log.history.fold()
         if group.rank == 0:
             model._state.log.entries.append(Entry("gathering", Layer("that only rank 0 has"), 77))
         scaler.scale(model(torch.ones(2, 4)).sum()).backward()

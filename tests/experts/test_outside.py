@@ -177,7 +177,7 @@ def test_a_block_makes_so_many_exchanges(checkpoints: str, count: int) -> None:
         training = Training(group, HOME, prepare=lambda model: setattr(model, "checkpoints", checkpoints))
         log = training.model.blocks[0]._state.log
         for number in (1, 2):
-            log.fold()
+            log.history.fold()
             training.model(tokens(group.rank, number)).square().sum().backward()
         assert len(exchanges(log.entries)) == 2 * count
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from zero3.comm.board import Board
-from zero3.comm.log import Transfers
 from zero3.comm.mesh import MeshCommunicator
 from zero3.comm.streams import Lanes, lanes_for
 
@@ -175,7 +174,6 @@ class ThreadCommunicator:
         self.shard_rank, self.shards, self.replica, self.channel = rank, world.size, 0, 0
         self.log: list[Collective] = []
         self.before: Callable[[str], None] = lambda kind: None
-        self.transfers = Transfers()
         self._place, self._count, self._twins = place, 0, 0
         self.told = 0  # payloads that were sent to be read later
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .log import Told, Transfers
+from .log import History, Told
 from .streams import Done, Lanes, Pending, lanes_for
 
 __all__: list[str] = []
@@ -117,12 +117,13 @@ def averages(communicator: Communicator) -> bool:
     return bool(getattr(communicator, "averages", False))
 
 
-def transfers_of(communicator: Communicator) -> Transfers:
+def history_of(communicator: Communicator) -> History:
     """Where a model's transfers are noted: with those of all models over these ranks, if messages
-    carry no tag. A communicator need not keep them.
+    carry no tag.
     """
-    shared = None if communicator.tags_messages else getattr(communicator, "transfers", None)
-    return Transfers() if shared is None else shared
+    if communicator.tags_messages:
+        return History()
+    return getattr(communicator, "history", None) or History()
 
 
 def is_first(communicator: Communicator) -> bool:

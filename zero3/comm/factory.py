@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .communicator import Communicator, SoloCommunicator
 from .gloo import IDENTITY_BYTES as IDENTITY_BYTES
 from .gloo import GlooCommunicator
+from .log import History
 from .mesh import BlocksCommunicator, MeshCommunicator, shards_of
 from .plain_values import integer
 from .process_group import GroupCommunicator, board_of
@@ -256,6 +257,7 @@ def _completed(communicator: Any) -> Communicator:
         ("shards", communicator.world_size),
         ("replica", 0),
         ("board", lambda: None),
+        ("history", History()),
     ):
         if not hasattr(communicator, name):
             setattr(communicator, name, value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from struct import pack
 from typing import Any, NamedTuple, Protocol
 
 __all__: list[str] = []
@@ -61,7 +62,7 @@ class Noted:
     label: str
 
 
-class Transfers:
+class History:
     """What a rank has transferred, as a rolling hash. Ranks that have made the same transfers have
     the same hash.
 
@@ -76,7 +77,7 @@ class Transfers:
         self.folded = 0  # the number of transfers in the hash
         self.digest = 14695981039346656037
         self.latest: deque[Entry] = deque(maxlen=4)
-        self._wider: dict[tuple[int, ...], Transfers] = {}
+        self._wider: dict[tuple[int, ...], History] = {}
 
     def fold(self) -> None:
         """Adds the new transfers to the hash."""
@@ -86,9 +87,9 @@ class Transfers:
         self.latest.extend(self.entries[-4:])
         self.entries.clear()
 
-    def among(self, members: Iterable[int]) -> Transfers:
-        """Those of a mesh of these ranks, of which these transfers' own ranks are a column."""
-        return self._wider.setdefault(tuple(members), Transfers())
+    def among(self, members: Iterable[int]) -> History:
+        """That of a mesh of these ranks, of which this one's ranks are a column."""
+        return self._wider.setdefault(tuple(members), History())
 
 
 class TransferLog:
@@ -97,12 +98,12 @@ class TransferLog:
     A transfer costs only one append to `entries`. The hash is computed later, when it is needed.
     """
 
-    __slots__ = ("_identity", "_said", "_told", "_transfers", "entries", "passes", "ring")
+    __slots__ = ("_identity", "_said", "_told", "entries", "history", "passes", "ring")
 
-    def __init__(self, transfers: Transfers, identity: int) -> None:
+    def __init__(self, history: History, identity: int) -> None:
         """`identity`: the model's, the same number on all ranks."""
-        self._transfers, self._identity = transfers, identity
-        self.entries = transfers.entries
+        self.history, self._identity = history, identity
+        self.entries = history.entries
         self.ring: Keeps | None = None  # whoever conducts a transfer writes it there, too
         self.passes = 0  # forwards of the whole model; inside `resident` ranks may differ
         self._told: Told | None = None  # the hashes of all ranks at the last `tell`
@@ -112,10 +113,6 @@ class TransferLog:
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
         self.passes += 1
-
-    def fold(self) -> None:
-        """Adds the new transfers to the hash."""
-        self._transfers.fold()
 
     def note(self, doing: str, what: str, *numbers: float) -> None:
         """Logs a collective that is no layer's, with `numbers` that must be the same on all
@@ -141,20 +138,21 @@ class TransferLog:
     @property
     def count(self) -> int:
         """The number of transfers so far."""
-        return self._transfers.folded + len(self.entries)
+        return self.history.folded + len(self.entries)
 
     @property
     def digest(self) -> int:
         """The hash of all transfers so far, 64 bits."""
-        self.fold()
-        return self._transfers.digest
+        self.history.fold()
+        return self.history.digest
 
     def tell(self, communicator: Tells, device: Any) -> None:
         """Sends the count and the hash to the other ranks, without a wait. `look` compares them
         later.
         """
-        payload = self.digest.to_bytes(8, "little") + self.count.to_bytes(8, "little")
-        self._said = (self.passes + 1, list(self._transfers.latest))
+        self.history.fold()
+        payload = pack("<QQ", self.history.digest, self.history.folded)
+        self._said = (self.passes + 1, list(self.history.latest))
         self._told = communicator.exchange_later(payload, device)
 
     def look(self, *, wait: bool = True) -> None:
@@ -195,8 +193,8 @@ class TransferLog:
         )
 
     def _recently(self) -> str:
-        self.fold()
-        return _names(self._transfers.latest)
+        self.history.fold()
+        return _names(self.history.latest)
 
 
 def _names(transfers: Iterable[Entry]) -> str:

@@ -23,9 +23,9 @@ from .communicator import (
     Communicator,
     SoloCommunicator,
     averages,
-    transfers_of,
+    history_of,
 )
-from .log import Told, Transfers
+from .log import Told
 from .process_group import Gathered, board_of
 from .streams import Done, Lanes, OnHost, Pending, Then, has_streams, on_device
 
@@ -59,6 +59,7 @@ class MeshCommunicator:
         self.rank = self.replica * self.shards + self.shard_rank
         self.world_size = self.shards * column.world_size
         self.takes_pieces = row.takes_pieces
+        self.history = history_of(column).among(members)  # of all models over this mesh
         self.tags_messages = row.tags_messages and column.tags_messages
         # one shard's gradients are summed over replicas alone
         self.averages = (row.world_size == 1 or averages(row)) and averages(column)
@@ -67,11 +68,6 @@ class MeshCommunicator:
     def row(self) -> Communicator:
         """Among the shards of this replica."""
         return self._row
-
-    @property
-    def transfers(self) -> Transfers:
-        """Those of all models over this mesh."""
-        return transfers_of(self._column).among(self.members)
 
     def of_one_shard(self) -> MeshCommunicator:
         """Among the ranks that hold the same chunk: each holds all that they share."""

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from .board import Board, numbered
 from .communicator import Bounds, Communicator
 from .kept import keep_with, kept_with
-from .log import Told, Transfers
+from .log import History, Told
 from .streams import Done, Lanes, OnHost, Pending, has_streams, lanes_for, on_device
 
 __all__: list[str] = []
@@ -89,10 +89,10 @@ class GroupCommunicator:
         return group
 
     @property
-    def transfers(self) -> Transfers:
-        """Those of all models over this group."""
+    def history(self) -> History:
+        """That of all models over this group."""
         group = self._group
-        return kept_with(group, Transfers) or keep_with(group, Transfers())
+        return kept_with(group, History) or keep_with(group, History())
 
     def message_board(self) -> Board | None:
         # destroyed, or in a forked child: the transfer's own error says so

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.communicator import Communicator, transfers_of
+from ..comm.communicator import Communicator, history_of
 from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
@@ -139,7 +139,7 @@ class LayerState:
         self.as_stored = False
         # the parameters' versions while the layer was fetched; graphs save these
         self.versions: list[int] = []
-        self.write_into(TransferLog(transfers_of(communicator), self.identity))
+        self.write_into(TransferLog(history_of(communicator), self.identity))
         self.rename(label)
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
@@ -474,7 +474,8 @@ class LayerState:
                 chunk.full.leave()
             self.release()
             self.as_stored = False
-        self.log.fold()  # so that it stays short, however often this is done between two forwards
+        # so that it stays short, however often this is done between two forwards
+        self.log.history.fold()
 
     def keep_whole(self) -> None:
         """Hides a fetched layer. From now on its full buffers stay filled from step to step."""

@@ -208,7 +208,7 @@ class Runtime:
             log.look()
             first.conductor.conduct(comparison)
         elif log.count >= self._due:
-            log.fold()
+            log.history.fold()
             # if it is 1, `Comparing` does it before each gather
             if self._compare_every <= 1 or first.conductor.conduct(comparison):
                 self._due = log.count + (self._compare_every or FOLD_EVERY)
