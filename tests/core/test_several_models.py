@@ -183,3 +183,29 @@ def norms_of_two_models(rank: Rank) -> list[str]:
 def test_gloo_takes_no_norm_of_another_model(ranks: int) -> None:
     first, *others = on_ranks(ranks, norms_of_two_models)
     assert all(each == first for each in others) and all("rank 0: the model of" in text for text in first)
+
+
+def test_two_models_that_share_a_module_are_one_list() -> None:
+    def body(group: Any) -> None:
+        first, second = copy.deepcopy(FIRST), copy.deepcopy(SECOND)
+        second[1] = first[1]
+        alone = copy.deepcopy(nn.ModuleList([first, second]))
+        zero3.shard(alone[0], layers=nn.Sequential, process_group=group)
+        with pytest.raises(ValueError, match=r"is already sharded.*if two models share it, zero3.shard\(nn.ModuleList\("):
+            zero3.shard(alone[1], layers=nn.Sequential, process_group=group)
+        both = zero3.shard(nn.ModuleList([first, second]), layers=nn.Linear, process_group=group)
+        torch.autograd.backward([model(rows(group.rank, 0)).sum() for model in both])
+        both.zero_grad()
+        assert all(chunk.grad is None for chunk in zero3.get_trainable_chunk(both))
+
+    run_ranks(2, body)
+
+
+def test_a_part_of_a_model_has_no_gradients_to_zero() -> None:
+    def body(group: Any) -> None:
+        model = sharded(FIRST, group)
+        model(rows(group.rank, 0)).sum().backward()
+        with pytest.raises(RuntimeError, match="A part of a sharded model has no zero_grad\\(\\) of its own"):
+            model[0].module.zero_grad()
+
+    run_ranks(2, body)

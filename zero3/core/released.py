@@ -38,7 +38,8 @@ METADATA = frozenset(
 _OF_OPTIMIZERS = ("grad", "is_leaf")
 _TO_OPTIMIZERS = (
     "An optimizer that holds it must be made after the model was sharded, from "
-    "zero3.get_trainable_chunk(model) or zero3.param_groups(model, options). "
+    "zero3.get_trainable_chunk(model) or zero3.param_groups(model, options). A part of a sharded "
+    "model has no zero_grad() of its own: zero the model's gradients, or the optimizer's. "
 )
 
 

@@ -29,7 +29,8 @@ def check_parameters(
             raise ValueError(
                 f"parameter {sites.name!r} of {label} is already sharded, as "
                 f"{parameter.zero3_name}. Wrap a module once; if the parameter is tied across "
-                "layers, put both into one Zero3Layer, or use zero3.shard(model)."
+                "layers, put both into one Zero3Layer, or use zero3.shard(model); if two models "
+                "share it, zero3.shard(nn.ModuleList([first, second]))."
             )
         if hasattr(parameter, "ds_id"):
             raise ValueError(
