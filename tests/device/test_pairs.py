@@ -39,14 +39,14 @@ def ranks_in(world: World) -> int:
     return max(1, world[0]) * world[1]
 
 
-def mesh_of(world: World, parts: int) -> Any:
+def mesh_of(world: World, parts: int, device: str = "cuda") -> Any:
     """None where the default group will do."""
     replicas, shards = world
     if not replicas and parts == 1:
         return None
     sizes = [*([replicas] if replicas else []), shards // parts, parts][: 3 if parts > 1 else 2]
     names = ("dp_replicate", "dp_shard", "sp")[not replicas : 3 if parts > 1 else 2]
-    return init_device_mesh("cuda", tuple(sizes), mesh_dim_names=names)
+    return init_device_mesh(device, tuple(sizes), mesh_dim_names=names)
 
 
 def life_of(names: Names, seed: int = 0) -> Life:

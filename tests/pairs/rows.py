@@ -39,10 +39,8 @@ class Ignored(Row):
 
 def everywhere(one: Sharded, tensor: Tensor) -> None:
     """Sums over all ranks."""
-    if one.device.type == "cpu":
-        one.group.all_reduce(tensor)
-    else:
-        torch.distributed.all_reduce(tensor)
+    own = hasattr(one.group, "all_reduce")  # ranks that are threads
+    one.group.all_reduce(tensor) if own else torch.distributed.all_reduce(tensor)
 
 
 class Dynamic(Row):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.towers import PREPARED, TowersLife, check_life
+from tests.support.towers import PREPARED, TOWERS, Block, TowersLife, batch, check_life, seeing
 
 HIDDEN = 4
 STEPS: list[list[tuple[int, ...]]] = [[(0,), (1, 0)], [(), (1,)], [(0, 1), (1,)], [(), ()], [(1, 1), ()]]  # [step][rank]: the experts
@@ -162,3 +162,30 @@ def test_a_deleted_model_of_layers_that_one_checkpoint_recomputes_leaves_nothing
         assert all(gone and all(gone) for gone in run_ranks(2, body, 20))
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_teacher_with_towers_in_a_checkpoint_of_its_student(reentrant: bool) -> None:
+    """It runs without graph, and again in backward."""
+    life = TowersLife([[[("vision",), ()]], [[(), ("audio",)]], [[("audio", "vision"), ("vision",)]]])
+    teacher, student = seeing(), nn.Linear(3, 3).double()
+
+    def gradient(teacher: nn.Module, rank: int) -> Tensor | None:
+        learns = copy.deepcopy(student)
+        for step in range(len(life.calls)):
+
+            def lesson(x: Tensor, given: Any = batch(life, step, 0, rank)) -> Tensor:
+                with torch.no_grad():
+                    target = teacher(*given)
+                return learns(x) * target.sum()
+
+            x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+            checkpoint(lesson, x, use_reentrant=reentrant).sum().backward()
+        return learns.weight.grad
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(copy.deepcopy(teacher), [Block, nn.Embedding], optional=TOWERS, process_group=group)
+        torch.testing.assert_close(gradient(model, group.rank), expected[group.rank], rtol=0, atol=1e-12)
+
+    expected = [gradient(teacher, rank) for rank in range(2)]
+    run_ranks(2, body)
