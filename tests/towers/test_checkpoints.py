@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -173,15 +174,15 @@ def test_a_teacher_with_towers_in_a_checkpoint_of_its_student(reentrant: bool) -
     def gradient(teacher: nn.Module, rank: int) -> Tensor | None:
         learns = copy.deepcopy(student)
         for step in range(len(life.calls)):
-
-            def lesson(x: Tensor, given: Any = batch(life, step, 0, rank)) -> Tensor:
-                with torch.no_grad():
-                    target = teacher(*given)
-                return learns(x) * target.sum()
-
             x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+            lesson = partial(taught, teacher, learns, batch(life, step, 0, rank))
             checkpoint(lesson, x, use_reentrant=reentrant).sum().backward()
         return learns.weight.grad
+
+    def taught(teacher: nn.Module, learns: nn.Module, given: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            target = teacher(*given)
+        return learns(x) * target.sum()
 
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(copy.deepcopy(teacher), [Block, nn.Embedding], optional=TOWERS, process_group=group)
