@@ -112,6 +112,46 @@ def test_models_used_in_another_order_on_one_rank_are_an_error(differ: Callable[
         assert any(text.startswith(("ranks differ in", "ranks are not at")) for text in texts), texts
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [lambda model: list(zero3.stream_weights(model)), lambda model: zero3.full_optimizer_state_dict(model, adamw(model))],
+    ids=["stream_weights", "full_optimizer_state_dict"],
+)
+def test_ranks_that_ask_different_models_are_told(ask: Callable[[nn.Module], Any]) -> None:
+    def body(group: Any) -> None:
+        models = [sharded(model, group) for model in (FIRST, SECOND)]
+        with pytest.raises(ValueError, match=r"ranks differ in .*rank 0: the model of .*; rank 1: the model of "):
+            ask(models[group.rank])
+
+    run_ranks(2, body)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(zero3.get_trainable_chunk(model))
+
+
+def test_all_ranks_raise_at_the_same_forward_and_begin_anew_with_other_models() -> None:
+    def body(group: Any) -> list[tuple[int, int]]:
+        raised = []
+        for turned in range(2):
+            models = [sharded(model, group) for model in (FIRST, SECOND)]
+            try:
+                for step in range(6):
+                    for count, model in enumerate(reversed(models) if group.rank == 0 and step == turned else models):
+                        at = (step, count)
+                        with torch.no_grad():
+                            model(rows(0, step))
+            except ValueError:
+                raised.append(at)
+        good = [sharded(model, group) for model in (FIRST, SECOND)]
+        for step in range(4):
+            backwards(*good, rows(group.rank, step), turned=False)
+        return raised
+
+    first, second = run_ranks(2, body)
+    assert first == second and len(first) == 2
+
+
 USES = {
     "a trains": lambda a, b, x: a(x).pow(2).sum().backward(),
     "both in one loss": lambda a, b, x: (a(x) * b(x)).sum().backward(),

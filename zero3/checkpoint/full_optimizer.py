@@ -190,7 +190,8 @@ def _looked_at(
     Warns if an optimizer is not exact.
     """
     first = used(model, caller)[0]
-    with agreeing(first.communicator, first.device, caller):
+    with agreeing(first.communicator, first.device, caller) as lines:
+        lines.append(f"the model of {first.name_among_ranks}")
         contents, together = Contents(model, caller), Together(optimizer)
         land_steps(contents.states if reads else ())
         held = held_by(together, contents)

@@ -27,4 +27,4 @@ def kept_with(group: Any, kind: type[T]) -> T | None:
         known = ending.peek() if isinstance(ending, weakref.finalize) else None
         if known is not None:
             found += (each for each in known[2] if isinstance(each, kind))
-    return found[0] if found else None
+    return found[-1] if found else None  # the newest reference comes first

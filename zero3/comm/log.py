@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from struct import pack
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 __all__: list[str] = []
 
-_MASK, _PRIME = (1 << 64) - 1, 1099511628211  # FNV-1a
+MOST_BEHIND = 4  # what was told and not looked at: then a look waits
+_MASK, _PRIME = (1 << 64) - 1, 1099511628211  # FNV's
 
 
 class Labelled(Protocol):
@@ -52,7 +54,9 @@ class Entry(NamedTuple):
 
     doing: str
     subject: Labelled
-    identity: int  # the same number on all ranks, and different for every layer and kind
+    # the same number on all ranks, and different for every layer and kind. None: not all ranks have
+    # a part in it, and only errors tell it
+    identity: int | None
 
 
 @dataclass(slots=True)
@@ -63,29 +67,49 @@ class Noted:
 
 
 class History:
-    """What a rank has transferred, as a rolling hash. Ranks that have made the same transfers have
-    the same hash.
+    """What a rank has transferred, as a rolling hash: a polynomial, so that the hash of what came
+    after a point is known from the hash there.
 
     Where no message says which layer it is of, all models over the same ranks share one: if some
     ranks use them in another order, each model gets the other one's numbers.
     """
 
-    __slots__ = ("_wider", "digest", "entries", "folded", "latest")
+    __slots__ = (
+        "_digest",
+        "_folded",
+        "_lock",
+        "_wider",
+        "entries",
+        "latest",
+        "models",
+        "told",
+    )
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []  # transfers that are not in the hash yet
-        self.folded = 0  # the number of transfers in the hash
-        self.digest = 14695981039346656037
+        self._folded = self._digest = 0  # the number of transfers in the hash, and the hash
         self.latest: deque[Entry] = deque(maxlen=4)
+        # what ranks have told each other, and nobody has looked at, in order: the hashes of all
+        # ranks, the forward, and this rank's latest transfers then
+        self.told: deque[tuple[Told, int, list[Entry]]] = deque()
+        self.models = 0  # that have told anything
         self._wider: dict[tuple[int, ...], History] = {}
+        self._lock = Lock()
 
-    def fold(self) -> None:
-        """Adds the new transfers to the hash."""
-        for transfer in self.entries:
-            self.digest = ((self.digest ^ transfer.identity) * _PRIME) & _MASK
-        self.folded += len(self.entries)
-        self.latest.extend(self.entries[-4:])
-        self.entries.clear()
+    def fold(self, before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+        """Adds the new transfers to the hash. Returns the number and the hash of all since
+        `before`, which is what it has returned then.
+        """
+        with self._lock:
+            new = self.entries[:]  # another thread may add to them
+            for _, _, identity in new:
+                if identity is not None:
+                    self._digest = (self._digest * _PRIME + identity) & _MASK
+                    self._folded += 1
+            self.latest.extend(new[-4:])
+            del self.entries[: len(new)]
+            count = self._folded - before[0]
+            return count, (self._digest - before[1] * pow(_PRIME, count, _MASK + 1)) & _MASK
 
     def among(self, members: Iterable[int]) -> History:
         """That of a mesh of these ranks, of which this one's ranks are a column."""
@@ -93,22 +117,30 @@ class History:
 
 
 class TransferLog:
-    """The transfers of one model, and of those that share them with it.
+    """The transfers of one model since it was made, and of those that share their history with it.
 
     A transfer costs only one append to `entries`. The hash is computed later, when it is needed.
     """
 
-    __slots__ = ("_identity", "_said", "_told", "entries", "history", "passes", "ring")
+    __slots__ = (
+        "_before",
+        "_has_told",
+        "_identity",
+        "entries",
+        "history",
+        "passes",
+        "ring",
+    )
 
     def __init__(self, history: History, identity: int) -> None:
-        """`identity`: the model's, the same number on all ranks."""
+        """`identity`: that of the model's first layer, the same number on all ranks."""
         self.history, self._identity = history, identity
         self.entries = history.entries
+        # ranks may have come apart before, and have begun anew with this model
+        self._before = history.fold()
         self.ring: Keeps | None = None  # whoever conducts a transfer writes it there, too
         self.passes = 0  # forwards of the whole model; inside `resident` ranks may differ
-        self._told: Told | None = None  # the hashes of all ranks at the last `tell`
-        # the forward of the last `tell`, and this rank's latest transfers then
-        self._said: tuple[int, list[Entry]] = (0, [])
+        self._has_told = False
 
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
@@ -138,48 +170,51 @@ class TransferLog:
     @property
     def count(self) -> int:
         """The number of transfers so far."""
-        return self.history.folded + len(self.entries)
+        return self.history.fold(self._before)[0]
 
     @property
     def digest(self) -> int:
         """The hash of all transfers so far, 64 bits."""
-        self.history.fold()
-        return self.history.digest
+        return self.history.fold(self._before)[1]
 
     def tell(self, communicator: Tells, device: Any) -> None:
         """Sends the count and the hash to the other ranks, without a wait. `look` compares them
         later.
         """
-        self.history.fold()
-        payload = pack("<QQ", self.history.digest, self.history.folded)
-        self._said = (self.passes + 1, list(self.history.latest))
-        self._told = communicator.exchange_later(payload, device)
+        payload = pack("<QQ", *self.history.fold(self._before))
+        told = communicator.exchange_later(payload, device)
+        self.history.told.append((told, self.passes + 1, list(self.history.latest)))
+        self.history.models += not self._has_told
+        self._has_told = True
 
-    def look(self, *, wait: bool = True) -> None:
-        """Compares the hashes of the last `tell`. With `wait=False` only if they are there already.
+    def look(self, *, wait: bool = True, late: bool = False) -> None:
+        """Compares the hashes that were told. With `wait=False` only if they are there already.
+        `late`: only if each model has told others since. Then nobody waits, and it is the same on
+        all ranks.
 
         Raises:
             ValueError: Ranks had made different transfers. All ranks raise it.
         """
-        if self._told is None or not (wait or self._told.ready()):
-            return
-        told, self._told = self._told, None
-        found = told.read()
-        if len(set(found)) == 1:
-            return
-        known = [
-            f"rank {rank}: {int.from_bytes(each[8:], 'little')} with hash {each[:8].hex()}"
-            for rank, each in enumerate(found)
-        ]
-        passes, latest = self._said
-        raise ValueError(
-            f"ranks differ in the transfers made before forward pass {passes}: "
-            f"{'; '.join(known)}. The latest of this rank were: {_names(latest)}. Numbers may be "
-            "wrong since then: load a checkpoint. All ranks must call the same layers in the "
-            "same order. An exception that only one rank catches breaks this: use "
-            "zero3.step_guard for that. ShardingPolicy(compare_every=1) finds the first transfer "
-            "that differs."
-        )
+        told, models = self.history.told, self.history.models
+        least = min(models, MOST_BEHIND) if late else 1
+        while told and len(told) >= least and (wait or told[0][0].ready()):
+            hashes, passes, latest = told.popleft()
+            found = hashes.read()
+            if len(set(found)) == 1:
+                continue
+            told.clear()  # a model that is made next has no part in it
+            known = [
+                f"rank {rank}: {int.from_bytes(each[:8], 'little')} with hash {each[8:].hex()}"
+                for rank, each in enumerate(found)
+            ]
+            raise ValueError(
+                f"ranks differ in the transfers made before forward pass {passes}: "
+                f"{'; '.join(known)}. The latest of this rank were: {_names(latest)}. Numbers may "
+                "be wrong since then: load a checkpoint. All ranks must call the same layers in "
+                "the same order, of all models. An exception that only one rank catches breaks "
+                "this: use zero3.step_guard for that. ShardingPolicy(compare_every=1) finds the "
+                "first transfer that differs."
+            )
 
     def summary(self) -> str:
         """A text that ranks compare."""

@@ -36,9 +36,6 @@ from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, O
 
 __all__: list[str] = []
 
-# transfers; if they are not compared, the log is folded this often, so that it stays short
-FOLD_EVERY = 1000
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -83,8 +80,7 @@ class Runtime:
             own_order is None and pace.compare_every > 1 and not first.communicator.tags_messages
         )
         self._compare_every = pace.compare_every if own_order is None else 0
-        # the number of transfers at which the log is folded or compared
-        self._due = self._compare_every or FOLD_EVERY
+        self._due = self._compare_every  # the number of transfers at which they are compared
         backups = first.communicator.duplicate() if pace.own_backup_group else first.communicator
         self.backward = Backward(
             self.stack,
@@ -205,13 +201,11 @@ class Runtime:
         """
         log, comparison = self._log, CompareLogs(first, self.communicator, self._tells)
         if self._tells:
-            log.look()
+            log.look(late=True)
             first.conductor.conduct(comparison)
-        elif log.count >= self._due:
-            log.history.fold()
-            # if it is 1, `Comparing` does it before each gather
-            if self._compare_every <= 1 or first.conductor.conduct(comparison):
-                self._due = log.count + (self._compare_every or FOLD_EVERY)
+        # the count keeps the log short, too; at 1 `Comparing` compares before each gather
+        elif log.count >= self._due > 1 and first.conductor.conduct(comparison):
+            self._due = log.count + self._compare_every
 
     def end_pass(self, *, began: bool, error: BaseException | None) -> None:
         """[F5] The outermost module's forward is over, or has raised `error`. `began`: what

@@ -113,7 +113,8 @@ def stream_weights(
     """
     states = used_between(model, "stream_weights")
     first, error = states[0], None
-    lines, stays, stale = [f"{dtype}, {merge_adapters}, {adapters_only}, {max_bytes}"], [], 0
+    lines, stays, stale = [f"the model of {first.name_among_ranks}"], [], 0
+    lines += [f"{dtype}, {merge_adapters}, {adapters_only}, {max_bytes}"]
     try:
         _check_max_bytes(max_bytes)
         if (wrong := not_a_dtype(dtype)) is not None:

@@ -132,7 +132,7 @@ def over_ranks(
     """
     communicator, ranks = first.communicator, first.communicator.world_size
     own: list[int] = []
-    if ranks > 1 and communicator.tags_messages:  # but those of sums: so they say which model's
+    if ranks > 1 and communicator.tags_messages:  # which sums lack: they say which model's they are
         own = [first.identity, (1 << 8 * IDENTITY_BYTES) - first.identity]
         said = powers.new_tensor(own).expand(*powers.shape[:-1], -1)
         powers = torch.cat([powers, said], -1)
@@ -144,7 +144,7 @@ def over_ranks(
         )
     numel = powers.shape[-1] - len(own)
     sums, found = powers[..., :numel], powers[..., numel:]
-    if found.flatten().tolist() != [each if maximum else each * ranks for each in own]:
+    if own and found.flatten().tolist() != [each if maximum else each * ranks for each in own]:
         agree(communicator, first.device, caller, [f"the model of {first.name_among_ranks}"])
     agree_where_nan(communicator, first.device, caller, sums, error)
     return sums

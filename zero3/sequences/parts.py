@@ -147,10 +147,8 @@ class Parts:
         self.exchanged: set[nn.Module | None] = set()
         self._naming = [NamingFailures(group, doing, root.subject) for doing in DOING]
         self._measuring = NamingFailures(group, "comparing the lengths of", root.subject)
-        self._entries = [
-            Entry(doing, root.subject, 2 * root.identity + 1 | (1 + way) << 32)
-            for way, doing in enumerate(DOING)
-        ]
+        # ranks without data have no part in exchanges
+        self._entries = [Entry(doing, root.subject, None) for doing in DOING]
 
     # -- one forward
 
