@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 __all__: list[str] = []
 
-MOST_BEHIND = 4  # what was told and not looked at: then a look waits
+MOST_BEHIND = 3  # of what was told: a forward looks at the rest, however many models there are
 _MASK, _PRIME = (1 << 64) - 1, 1099511628211  # FNV's
 
 
@@ -78,10 +78,11 @@ class History:
         "_digest",
         "_folded",
         "_lock",
+        "_models",
         "_wider",
+        "behind",
         "entries",
         "latest",
-        "models",
         "told",
     )
 
@@ -92,7 +93,9 @@ class History:
         # what ranks have told each other, and nobody has looked at, in order: the hashes of all
         # ranks, the forward, and this rank's latest transfers then
         self.told: deque[tuple[Told, int, list[Entry]]] = deque()
-        self.models = 0  # that have told anything
+        self._models = 0  # that have told anything
+        # how many of them a forward leaves alone: one of each other model, and nobody waits
+        self.behind = 0
         self._wider: dict[tuple[int, ...], History] = {}
         self._lock = Lock()
 
@@ -110,6 +113,11 @@ class History:
             del self.entries[: len(new)]
             count = self._folded - before[0]
             return count, (self._digest - before[1] * pow(_PRIME, count, _MASK + 1)) & _MASK
+
+    def add_model(self) -> None:
+        """One more tells others."""
+        self._models += 1
+        self.behind = min(self._models - 1, MOST_BEHIND)
 
     def among(self, members: Iterable[int]) -> History:
         """That of a mesh of these ranks, of which this one's ranks are a column."""
@@ -184,20 +192,19 @@ class TransferLog:
         payload = pack("<QQ", *self.history.fold(self._before))
         told = communicator.exchange_later(payload, device)
         self.history.told.append((told, self.passes + 1, list(self.history.latest)))
-        self.history.models += not self._has_told
-        self._has_told = True
+        if not self._has_told:
+            self._has_told = True
+            self.history.add_model()
 
-    def look(self, *, wait: bool = True, late: bool = False) -> None:
-        """Compares the hashes that were told. With `wait=False` only if they are there already.
-        `late`: only if each model has told others since. Then nobody waits, and it is the same on
-        all ranks.
+    def look(self, *, wait: bool = True, but_last: int = 0) -> None:
+        """Compares the hashes that were told, but for the last ones. With `wait=False` only if they
+        are there already.
 
         Raises:
             ValueError: Ranks had made different transfers. All ranks raise it.
         """
-        told, models = self.history.told, self.history.models
-        least = min(models, MOST_BEHIND) if late else 1
-        while told and len(told) >= least and (wait or told[0][0].ready()):
+        told = self.history.told
+        while len(told) > but_last and (wait or told[0][0].ready()):
             hashes, passes, latest = told.popleft()
             found = hashes.read()
             if len(set(found)) == 1:

@@ -201,7 +201,7 @@ class Runtime:
         """
         log, comparison = self._log, CompareLogs(first, self.communicator, self._tells)
         if self._tells:
-            log.look(late=True)
+            log.look(but_last=log.history.behind)
             first.conductor.conduct(comparison)
         # the count keeps the log short, too; at 1 `Comparing` compares before each gather
         elif log.count >= self._due > 1 and first.conductor.conduct(comparison):
