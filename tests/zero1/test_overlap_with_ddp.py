@@ -177,3 +177,43 @@ def test_overlap_with_ddp_by_another_hooks_reduction() -> None:
     assert_equal(overlapping, expected, 0)
     without, _ = compare(2, ["zero3"], train, torch.optim.SGD, {"lr": 0.1}, {}, 3)
     assert not torch.equal(without[0].parameters[0].float(), expected[0].parameters[0]), "the hook has done nothing"
+
+
+def looking_between(rank: Rank, looks: bool) -> Trained:
+    """Rank 0 runs out of data. Each rank sets its lr; a forward without backward comes after each step."""
+    ddp = in_buckets(model())
+    optimizer = zero3.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.02)
+    ddp.register_comm_hook(None, optimizer.hook(ddp))
+    with Join([ddp, optimizer]):
+        for number, batch in enumerate(batches(rank.number, 2 + 3 * rank.number)):
+            optimizer.param_groups[0]["lr"] = 0.02 / 2**number
+            ddp(batch).pow(2).mean().backward()
+            optimizer.zero_grad()
+            if looks:
+                with ddp.no_sync(), torch.no_grad():
+                    ddp(batch)
+    return Trained([], [parameter.detach().clone() for parameter in ddp.parameters()])
+
+
+def test_a_forward_without_backward_is_no_data() -> None:
+    expected, found = (on_ranks(2, looking_between, looks, **OFF) for looks in (False, True))
+    assert_equal(found, expected, 0)
+
+
+def scheduled_after_join(rank: Rank) -> None:
+    """Schedules have come apart where ranks had different numbers of batches."""
+    ddp = in_buckets(model())
+    optimizer = zero3.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.02)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with Join([ddp, optimizer]):
+        for batch in batches(rank.number, 1 + rank.number):
+            ddp(batch).pow(2).mean().backward()
+            optimizer.step()
+            schedule.step()
+    ddp(batch).pow(2).mean().backward()
+    with pytest.raises(ValueError, match=r"ranks differ in what a step updates: rank 0: group 0: .*lr "):
+        optimizer.step()
+
+
+def test_schedules_that_have_come_apart_are_told_to_all() -> None:
+    on_ranks(2, scheduled_after_join, **OFF)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import zero3
@@ -61,6 +62,8 @@ def wrong_on_rank_1(rank: Rank) -> list[str]:
 
     own, other = DistributedDataParallel(model()), DistributedDataParallel(model(), find_unused_parameters=rank.number == 1)
     wrong: list[Callable[[], Any]] = [
+        lambda: overlapping.hook(own, bf16_compress_hook if rank.number else fp16_compress_hook),
+        lambda: overlapping.hook(own, 5 if rank.number else fp16_compress_hook),  # type: ignore[arg-type]
         lambda: zero3.ZeroRedundancyOptimizer(own.parameters(), optim.SGD, "WORLD" if rank.number else None, lr=0.1),
         lambda: overlapping.hook(model() if rank.number else own),
         lambda: overlapping.hook(other if rank.number else own),
@@ -81,7 +84,9 @@ def test_a_wrong_group_or_ddp_model_on_one_rank_is_told_to_all() -> None:
     outcomes = try_on_ranks(2, wrong_on_rank_1, debug="OFF")
     assert all(outcome.seconds < PROMPT for outcome in outcomes), "a rank has waited for the timeout"
     for outcome in outcomes:
-        group, no_ddp, other, unused = outcome.value
+        reduction, no_hook, group, no_ddp, other, unused = outcome.value
+        assert "reduction=fp16_compress_hook; rank 1: hook(), reduction=bf16_compress_hook" in reduction
+        assert no_hook.startswith("rank 1: reduction must be a communication hook, found int")
         assert group.startswith("rank 1: process_group must be a torch.distributed.ProcessGroup, a DeviceMesh or None, found str")
         assert no_ddp.startswith("rank 1: hook() takes the DistributedDataParallel model, found a Linear")
         assert other.startswith("rank 1: parameter 0 of group 0 of the optimizer is no parameter of the DistributedDataParallel model")
@@ -160,9 +165,7 @@ def leave_before_a_step(rank: Rank) -> None:
 def test_a_step_that_a_dead_rank_leaves_alone_says_so() -> None:
     alone, dead = try_on_ranks(2, leave_before_a_step, fresh=True, debug="OFF")
     assert dead.error == "killed" and alone.error == "RuntimeError" and alone.seconds < PROMPT
-    assert alone.text.startswith(
-        "rank 0 of 2: comparing with the other ranks which parameters of ZeroRedundancyOptimizer have gradients failed: "
-    )
+    assert alone.text.startswith("rank 0 of 2: comparing with the other ranks what a step of ZeroRedundancyOptimizer updates failed: ")
     assert "Most often another rank died" in alone.text
 
 
@@ -206,3 +209,113 @@ def test_what_a_rank_that_has_joined_finds_in_its_own_gradients_does_not_matter(
 
     for rank, (value, gradient) in enumerate(run_ranks(2, body)):
         assert value.tolist() == [-2.0] * 3 and gradient.tolist() == [1.0 + rank] * 3
+
+
+def _grown(parameters: list[nn.Parameter]) -> None:
+    parameters[1].data = torch.cat([parameters[1].data, torch.ones(5)])
+
+
+DIFFERENCES: dict[str, Callable[[Any, list[nn.Parameter], bool], object]] = {
+    "lr": lambda ours, _, wrong: ours.param_groups[0].update(lr=0.5) if wrong else None,
+    "lr in a tensor": lambda ours, _, wrong: ours.param_groups[1]["lr"].fill_(0.5) if wrong else None,
+    "an option of its own": lambda ours, _, wrong: ours.param_groups[0].update(more=1) if wrong else None,
+    "keywords": lambda ours, _, wrong: ours.step(scale=2.0 if wrong else 1.0),
+    "no closure": lambda ours, _, wrong: ours.step(5 if wrong else None),
+    "shape": lambda ours, parameters, wrong: _grown(parameters) if wrong else None,
+    "an added group": lambda ours, _, wrong: ours.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5 if wrong else 0.1}),
+    "consolidated options": lambda ours, _, wrong: (
+        ours.param_groups[0].update(lr=0.5 if wrong else 0.1),
+        ours.consolidate_state_dict(),
+    ),
+    "state of a parameter": lambda ours, _, wrong: ours.load_state_dict(_state(without=2 if wrong else None)),
+    "numbers of steps": lambda ours, _, wrong: ours.load_state_dict(_state(steps=7 if wrong else 1)),
+}
+
+
+class Scaled(optim.SGD):
+    """Its step takes a keyword."""
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad * group["lr"] * scale)
+                    self.state[parameter]["step"] = torch.tensor(1.0)
+
+
+def _state(steps: int = 1, without: int | None = None) -> dict[str, Any]:
+    parameters = odd_parameters()
+    plain = Scaled([{"params": parameters[:5]}, {"params": parameters[5:], "lr": torch.tensor(0.1)}], lr=0.1)
+    give_gradients(parameters, 0)
+    plain.step()
+    state = plain.state_dict()
+    state["state"] = {number: {"step": torch.tensor(float(steps))} for number in state["state"] if number != without}
+    return state
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_what_differs_on_one_rank_after_construction_is_told_to_all_before_anything_changes(difference: str) -> None:
+    def body(group: Any) -> None:
+        parameters, wrong = odd_parameters(), group.rank == 1
+        groups = [{"params": parameters[:5]}, {"params": parameters[5:], "lr": torch.tensor(0.1)}]
+        ours = zero3.ZeroRedundancyOptimizer(groups, Scaled, group, lr=0.1)
+        for step in range(2):
+            give_gradients(parameters, step)
+            ours.step()
+        before = [parameter.detach().clone() for parameter in parameters]
+        give_gradients(parameters, 2)
+
+        def differ_and_step() -> None:
+            DIFFERENCES[difference](ours, parameters, wrong)
+            ours.step()
+
+        with pytest.raises((ValueError, TypeError), match=r"ranks differ in|rank 1: "):
+            differ_and_step()
+        assert all(torch.equal(now[: len(old)] if now.dim() else now, old) for now, old in zip(parameters, before, strict=True))
+
+    on_threads(2, body)
+
+
+def test_what_the_local_optimizer_changes_itself_may_differ() -> None:
+    """Some count steps in groups that hold anything, and a rank may have no share of one."""
+
+    class Counting(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                if group["params"]:
+                    group["steps"] = group.get("steps", 0) + 1
+            return super().step()
+
+    def body(group: Any) -> None:
+        parameters = [nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(()))]
+        ours = zero3.ZeroRedundancyOptimizer([{"params": [each]} for each in parameters], Counting, group, lr=0.1)
+        for step in range(3):
+            give_gradients(parameters, step)
+            ours.step()
+            ours.param_groups[0]["lr"] *= 0.5
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize("lies", ["channels last", "with gaps"])
+def test_a_parameter_that_lies_in_memory_in_another_order_on_one_rank_is_refused(lies: str) -> None:
+    def body(group: Any) -> None:
+        parameter = nn.Parameter(torch.ones(2, 3, 4, 4))
+        if group.rank == 1:
+            parameter.data = (
+                parameter.data.contiguous(memory_format=torch.channels_last)
+                if lies == "channels last"
+                else torch.ones(2, 3, 4, 8)[..., ::2]
+            )
+        with pytest.raises(ValueError, match=r"ranks differ in .* with strides \("):
+            zero3.ZeroRedundancyOptimizer([parameter], optim.SGD, group, lr=0.1)
+
+    on_threads(2, body)
+
+
+def test_a_set_of_parameters_is_refused() -> None:
+    def body(group: Any) -> None:
+        with pytest.raises(TypeError, match="an ordered iterable of tensors or dicts, found set"):
+            zero3.ZeroRedundancyOptimizer(set(odd_parameters()), optim.SGD, group, lr=0.1)
+
+    on_threads(2, body)

@@ -107,6 +107,7 @@ def test_add_param_group_of_layers_that_are_unfrozen_in_mid_training(world_size:
     def trained(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
         for step in range(4):
             if step == 2:
+                optimizer.param_groups[0]["lr"] *= 0.1  # a schedule's step
                 optimizer.add_param_group({"params": parameters[2:6], "lr": 0.2})
                 optimizer.add_param_group({"params": parameters[6:]})
             held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -232,3 +233,33 @@ def test_parameters_as_bucket_view_puts_parameters_of_a_kind_into_one_memory(vie
         assert all(parameter.eq(parameter.numel()).all() for parameter in parameters)
 
     on_threads(2, body)
+
+
+@WORLDS
+@pytest.mark.parametrize("view", [False, True], ids=["own memory", "bucket view"])
+def test_parameters_that_are_brought_into_another_memory_format(world_size: int, view: bool) -> None:
+    """As `model.to(memory_format=...)` does, in mid-training. State stays with its elements."""
+
+    def trained(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
+        for step in range(6):
+            for parameter in parameters:
+                if step in (2, 4) and parameter.dim() == 4:
+                    kept = torch.channels_last if step == 2 else torch.contiguous_format
+                    parameter.data = parameter.data.contiguous(memory_format=kept)
+            give_gradients(parameters, step)
+            optimizer.step()
+        return values_of(parameters)
+
+    def made() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(5)
+        return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 3, 2, 2), (7,), (64, 16, 8, 9))]
+
+    plain = made()
+    expected = trained(torch.optim.AdamW(plain, **ADAMW), plain)
+
+    def body(group: Any) -> list[Tensor]:
+        parameters = made()
+        return trained(ours_on(group, parameters, parameters_as_bucket_view=view, **ADAMW), parameters)
+
+    for found in on_threads(world_size, body):
+        assert_same_bits(found, expected)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..comm.ddp import GradBucket, mean_of_ranks
 from .division import Spread
-from .groups import mistake_in
+from .groups import changes_in, mistake_in, name_of
 from .local import Groups, copy_options, options_of
 from .shards import Shards
 
@@ -40,8 +40,8 @@ class DDPOverlap:
         self._spreads: dict[Tensor, Spread] = {}
 
     def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
-        lines = [f"hook(), reduction={'mean' if reduction is None else 'its own'}"]
-        self._shards.ranks.agree(lines, mistake_in(lambda: self._check(ddp)))
+        lines = [f"hook(), reduction={'mean' if reduction is None else name_of(reduction)}"]
+        self._shards.ranks.agree(lines, mistake_in(lambda: self._check(ddp, reduction)))
         self.hooked = True
         self._spreads = {spread.parameter: spread for spread in self._shards.spreads}
         ddp.register_forward_pre_hook(self._note_forward)
@@ -61,7 +61,11 @@ class DDPOverlap:
                 "before training"
             )
 
-    def _check(self, ddp: Any) -> None:
+    def _check(self, ddp: Any, reduction: object) -> None:
+        if reduction is not None and not callable(reduction):
+            raise TypeError(
+                f"reduction must be a communication hook, found {type(reduction).__name__}"
+            )
         if not hasattr(ddp, "find_unused_parameters"):
             raise TypeError(
                 f"hook() takes the DistributedDataParallel model, found a {type(ddp).__name__}"
@@ -81,8 +85,9 @@ class DDPOverlap:
                 "only after the backward"
             )
 
-    def _note_forward(self, *_: Any) -> None:
-        self._forward_ran = True
+    def _note_forward(self, ddp: Any, *_: Any) -> None:
+        """Of a forward whose backward will reduce."""
+        self._forward_ran |= torch.is_grad_enabled() and ddp.require_backward_grad_sync
 
     @torch.no_grad()
     def _reduce_and_update(
@@ -113,8 +118,11 @@ class DDPOverlap:
 
     def _begin(self) -> None:
         """A rank without data, where schedules stand still, gets the options from one with data."""
-        groups, ranks = self._groups, self._shards.ranks
-        if (leader := ranks.roll_call([], joined=not self._forward_ran)) is not None:
+        groups, ranks, joined = self._groups, self._shards.ranks, not self._forward_ran
+        lines = changes_in(groups, self._shards.optimizer.param_groups)
+        error = None if joined else self._shards.mistake()
+        leader = ranks.roll_call([] if joined else lines, joined=joined, error=error)
+        if leader is not None:
             told = {"options": [options_of(group) for group in groups]}
             copy_options(
                 ranks.tell(told, leader, "an update of ZeroRedundancyOptimizer")["options"], groups

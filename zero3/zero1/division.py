@@ -54,11 +54,35 @@ class Spread:
         self.own: dict[Share, nn.Parameter] = {}
         # the bucket's memory for the parameter, if the parameter is a view of a bucket
         self.place: Tensor | None = None
+        # as it was given: shares, and their state, are in the order of its memory
+        self._shape, self._strides = parameter.shape, parameter.stride()
 
     @property
     def flat(self) -> Tensor:
         """A 1-D view of its elements in the order of its memory."""
         return flat(self.parameter.detach())
+
+    def mistake(self) -> Exception | None:
+        """What has happened to the parameter, so that it can't be updated."""
+        gradient, found = self.parameter.grad, self.parameter.shape
+        if found != self._shape:
+            return ValueError(
+                f"{self.name} has shape {tuple(found)}, but had {tuple(self._shape)} when the "
+                "ZeroRedundancyOptimizer was made: make another one"
+            )
+        if gradient is not None and gradient.layout != torch.strided:
+            return RuntimeError(
+                f"the gradient of {self.name} is sparse, which has no parts to spread over "
+                "ranks: use dense gradients"
+            )
+        return None
+
+    @property
+    def layout(self) -> str:
+        """How it lies in memory."""
+        sizes = zip(self._shape, self._strides, strict=True)
+        strides = tuple(stride for size, stride in sizes if size > 1)
+        return "" if self.parameter.is_contiguous() else f" with strides {strides}"
 
     @property
     def shaped(self) -> bool:
@@ -103,10 +127,19 @@ class Spread:
             local.grad = None
 
     def _return(self) -> None:
-        """Puts the parameter and its new values back, if other code has replaced its `.data`."""
-        if self.place is not None and self.place.data_ptr() != self.parameter.data_ptr():
-            self.place.copy_(self.parameter.detach())
-            _point(self.parameter, self.place)
+        """Puts the parameter and its new values back, if other code has replaced its `.data`, or
+        its layout there.
+        """
+        values = self.parameter.detach()
+        if self.place is not None:
+            if self.place.data_ptr() != values.data_ptr():
+                self.place.copy_(values)
+                _point(self.parameter, self.place)
+        elif not self.shaped and values.stride() != self._strides:
+            lies = torch.empty_strided(
+                self._shape, self._strides, dtype=values.dtype, device=values.device
+            )
+            _point(self.parameter, lies.copy_(values))
 
 
 Item = TypeVar("Item")

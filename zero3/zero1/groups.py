@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .division import Spread
-from .local import options_of
+from .local import Groups, options_of
 
 __all__: list[str] = []
 
 
 def listed(params: Any) -> list[Any]:
     """Returns parameters, pairs or groups as a list, which can be read several times."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    unordered = isinstance(params, set | frozenset)  # ranks would have different orders
+    if unordered or isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
-            f"params must be an iterable of tensors or dicts, found {type(params).__name__}"
+            f"params must be an ordered iterable of tensors or dicts, found {type(params).__name__}"
         )
     if not (items := list(params)):
         raise ValueError("ZeroRedundancyOptimizer got no parameters")
@@ -97,7 +98,7 @@ def line_of(spread: Spread) -> str:
     parameter, whole = spread.parameter, ", whole" if spread.whole else ""
     return (
         f"{spread.name}: group {spread.group}, {tuple(parameter.shape)} {parameter.dtype} on "
-        f"{parameter.device.type}{whole}"
+        f"{parameter.device.type}{spread.layout}{whole}"
     )
 
 
@@ -105,15 +106,40 @@ def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) 
     """Describes a group's options, which must be the same on all ranks: numbers and words, and the
     types of other objects.
     """
-    options = ", ".join(f"{key} {_said(value)}" for key, value in sorted(options_of(group).items()))
-    return f"group {number}: {getattr(make, '__qualname__', type(make).__name__)}, {options}"
+    return f"group {number}: {name_of(make)}, {said_of(options_of(group))}"
+
+
+def changes_in(groups: Groups, last: Groups) -> list[str]:
+    """Describes what the caller has changed in groups since the `last` step, which must be the same
+    on all ranks. (What the local optimizer has changed itself may depend on its shares.)
+    """
+    lines = list[str]()
+    for number, (group, before) in enumerate(zip(groups, last, strict=True)):
+        changed = {
+            key: value
+            for key, value in options_of(group).items()
+            # a schedule writes into a tensor, which the local optimizer has, too
+            if isinstance(value, Tensor) or key not in before or _said(value) != _said(before[key])
+        }
+        lines.append(f"group {number}: {said_of(changed)}")
+    return lines
+
+
+def name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def said_of(options: Mapping[str, Any]) -> str:
+    """What ranks compare of options."""
+    return ", ".join(f"{key} {_said(value)}" for key, value in sorted(options.items()))
 
 
 def _said(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_said, value))})"
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return repr(value.item())
+    if isinstance(value, Tensor):
+        many = f"{tuple(value.shape)} {value.dtype}"
+        return repr(value.item()) if value.numel() == 1 else many
     return (
         repr(value)
         if value is None or isinstance(value, (bool, int, float, str))

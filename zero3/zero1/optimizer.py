@@ -18,11 +18,21 @@ from ..comm.factory import process_group_of
 from ..comm.plain_values import integer
 from .ddp_overlap import DDPOverlap
 from .division import Packing
-from .groups import check_addition, checked, line_of, line_of_group, listed, mistake_in, spreads_of
+from .groups import (
+    changes_in,
+    check_addition,
+    checked,
+    line_of,
+    line_of_group,
+    listed,
+    mistake_in,
+    said_of,
+    spreads_of,
+)
 from .local import LocalOptimizers, copy_options, options_of
 from .ranks import Ranks
 from .shards import Shards
-from .state import consolidate, own_state
+from .state import consolidate, lines_of, own_state
 
 __all__: list[str] = []
 
@@ -126,20 +136,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             The result of `closure`, or None.
 
         Raises:
-            ValueError, RuntimeError: Ranks have gradients of different parameters, or a sparse one.
-                Every rank raises it.
+            ValueError, RuntimeError: Ranks have gradients of different parameters, or a sparse one;
+                options (a schedule's lr, say) or `kwargs` differ between ranks; or a parameter has
+                another shape than before. Every rank raises it.
+            TypeError: `closure` is no function. Likewise. Or there are `kwargs`, with overlap.
         """
+        given: object = closure
+        error: Exception | None = None
+        if given is not None and not callable(given):
+            error = TypeError(f"closure must be a function, found {type(given).__name__}")
+        elif self._overlap is not None and kwargs:
+            error = TypeError(
+                "with overlap_with_ddp=True the update was made in the backward: step() takes "
+                f"nothing for the local optimizer, found {', '.join(kwargs)}"
+            )
         with torch.enable_grad():
-            loss = closure() if closure is not None else None
+            loss = closure() if closure is not None and error is None else None
         if self._overlap is None:
             still_here(self)
-            error = (
-                mistake_in(lambda: self._check(range(len(self.param_groups)), kwargs))
-                if self._untried
-                else None
-            )
-            self._opened.step(self.param_groups, kwargs, loss=loss, error=error)
+            if self._untried:
+                error = error or mistake_in(
+                    lambda: self._check(range(len(self.param_groups)), kwargs)
+                )
+            lines = [*self._changes(), f"step(): {said_of(kwargs)}"]
+            self._opened.step(self.param_groups, kwargs, lines, loss=loss, error=error)
             self._consolidated = (0, None)
+        elif error is not None:
+            raise error
         else:
             self._overlap.check_hooked()
         return loss
@@ -187,7 +210,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if (shards := self._shards) is None:  # torch's constructor
             self._append(param_group)
             return
-        before = len(self.param_groups)
+        before, changes = len(self.param_groups), self._changes()
         if (error := mistake_in(lambda: self._append(param_group))) is None:
             hooked = self._overlap is not None and self._overlap.hooked
             error = mistake_in(
@@ -198,13 +221,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         spreads = spreads_of(added[0], before, whole=self._whole[before]) if added else []
         try:
             shards.ranks.agree(
-                [line_of(spread) for spread in spreads] + self._options(added, before),
+                [*map(line_of, spreads), *self._options(added, before), *changes],
                 error,
                 "add_param_group",
             )
         except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
+        # what a schedule has set since the last step
+        copy_options(self.param_groups[:before], shards.optimizer.param_groups)
         shards.add(spreads, options_of(self.param_groups[before]))
         copy_options(shards.optimizer.param_groups, self.param_groups)
 
@@ -228,7 +253,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if known
             else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
         )
-        shards.ranks.agree([f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
+        lines = [f"consolidate_state_dict(to={to})", *self._changes()]
+        shards.ranks.agree(lines, wrong, "consolidate_state_dict")
         self._consolidated = (shards.updates, consolidate(shards, to))
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,11 +289,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             state_dict: The same on every rank. It is not changed.
 
         Raises:
-            ValueError: Groups or shapes differ from the optimizer's. Every rank raises it, before
-                anything changes.
+            ValueError: Groups or shapes differ from the optimizer's, or ranks load different
+                options, or state of different parameters, keys, shapes or numbers of steps. Every
+                rank raises it, before anything changes.
         """
         shards, groups = self._opened, self.param_groups
         taken: dict[nn.Parameter, dict[str, Any]] = {}
+        lines: list[str] = []
 
         def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             """After the caller's hooks. It leaves no state, so that torch copies only options."""
@@ -276,13 +304,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     shards, [group["params"] for group in given["param_groups"]], given["state"]
                 )
             )
+            lines.extend(lines_of(given["state"]))
             return {**given, "state": {}}
 
         handle = self.register_load_state_dict_pre_hook(keep_own_part)
         error = mistake_in(lambda: super(ZeroRedundancyOptimizer, self).load_state_dict(state_dict))
         handle.remove()
         try:
-            lines = self._options(self.param_groups) if error is None else []
+            lines += self._options(self.param_groups) if error is None else []
             shards.ranks.agree(lines, error, "ZeroRedundancyOptimizer.load_state_dict")
         except Exception:
             self.param_groups = groups
@@ -362,6 +391,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             line_of_group(self._local.optimizer_class, number, group)
             for number, group in enumerate(groups, first)
         ]
+
+    def _changes(self) -> list[str]:
+        return changes_in(self.param_groups, self._opened.optimizer.param_groups)
 
     def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
         """Tries the optimizer with these groups' options. `keywords`: of `step()`, when known."""

@@ -86,7 +86,7 @@ class Ranks:
         """
         state = _JOINED if joined else _ACTIVE if error is None else _FAILED
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:15]
-        subject = "which parameters of ZeroRedundancyOptimizer have gradients"
+        subject = "what a step of ZeroRedundancyOptimizer updates"
         with self.naming("comparing with the other ranks", subject, "ZeroRedundancyOptimizer.step"):
             said = self.first.exchange(digest + bytes([state]), self.device)
         active = [rank for rank, each in enumerate(said) if each[-1] != _JOINED]
@@ -94,7 +94,7 @@ class Ranks:
             any(said[rank][-1] == _FAILED for rank in active)
             or len({said[rank] for rank in active}) > 1
         ):
-            agree(self.first, self.device, "which parameters have gradients", lines, error)
+            agree(self.first, self.device, "what a step updates", lines, error)
         return active[0] if 0 < len(active) < self.count else None
 
     def tell(self, values: dict[str, Any], source: int, what: str) -> dict[str, Any]:

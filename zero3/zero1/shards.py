@@ -69,6 +69,7 @@ class Shards:
         self,
         groups: Groups,
         keywords: dict[str, Any],
+        lines: Sequence[str] = (),
         *,
         loss: Any = None,
         joined: bool = False,
@@ -81,14 +82,15 @@ class Shards:
         Args:
             groups: The caller's.
             keywords: Those of the local optimizer's `step()`.
+            lines: What ranks with data compare, besides which parameters have gradients.
             loss: The result of the caller's closure.
             joined: This rank has.
             error: A mistake that this rank has found. Every rank raises it.
         """
         present = [spread.parameter.grad is not None for spread in self.spreads]
-        error = error or (None if joined else _unusable(self.spreads))
+        error = error or (None if joined else self.mistake())
         leader = self.ranks.roll_call(
-            [] if joined else _lines(self.spreads), joined=joined, error=error
+            [] if joined else [*_lines(self.spreads), *lines], joined=joined, error=error
         )
         if leader is not None:
             told: dict[str, Any] = {
@@ -125,6 +127,11 @@ class Shards:
         states = {numbers[parameter]: held for parameter, held in state.items()}
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
+    def mistake(self) -> Exception | None:
+        """What has happened to a parameter, so that it can't be updated."""
+        found = (spread.mistake() for spread in self.spreads)
+        return next((mistake for mistake in found if mistake is not None), None)
+
     def _divide(self, spreads: list[Spread]) -> None:
         self._buckets += divide(spreads, self._packing, self._owned)
         self.spreads += spreads
@@ -160,14 +167,3 @@ def _lines(spreads: Iterable[Spread]) -> list[str]:
         f"{spread.name}: {'a gradient' if spread.parameter.grad is not None else 'no gradient'}"
         for spread in spreads
     ]
-
-
-def _unusable(spreads: Iterable[Spread]) -> Exception | None:
-    for spread in spreads:
-        gradient = spread.parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            return RuntimeError(
-                f"the gradient of {spread.name} is sparse, which has no parts to spread over "
-                "ranks: use dense gradients"
-            )
-    return None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import decode_scalar, dtype_named, encode_scalar, name_of
 from .division import Share, Spread, flat, laid_out_as
+from .groups import said_of
 from .shards import Shards
 
 __all__: list[str] = []
@@ -98,6 +99,16 @@ def own_state(
                     for key, value in state[number].items()
                 }
     return taken
+
+
+def lines_of(state: Mapping[Any, Any]) -> list[str]:
+    """Describes a plain optimizer's state, which must be the same on all ranks, but for the values
+    of tensors of several elements.
+    """
+    return [
+        f"the state of {number!r}: {said_of(held) if isinstance(held, Mapping) else held!r}"
+        for number, held in sorted(state.items(), key=lambda item: str(item[0]))
+    ]
 
 
 def _check_shape(spread: Spread, key: str, value: Any) -> None:
