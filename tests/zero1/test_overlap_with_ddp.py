@@ -211,7 +211,7 @@ def scheduled_after_join(rank: Rank) -> None:
             optimizer.step()
             schedule.step()
     ddp(batch).pow(2).mean().backward()
-    with pytest.raises(ValueError, match=r"ranks differ in what a step updates: rank 0: group 0: .*lr "):
+    with pytest.raises(ValueError, match=r"ranks differ in what a step updates: rank 0: group 0, changed since the last step: .*lr "):
         optimizer.step()
 
 

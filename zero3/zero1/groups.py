@@ -121,7 +121,8 @@ def changes_in(groups: Groups, last: Groups) -> list[str]:
             # a schedule writes into a tensor, which the local optimizer has, too
             if isinstance(value, Tensor) or key not in before or _said(value) != _said(before[key])
         }
-        lines.append(f"group {number}: {said_of(changed)}")
+        said = said_of(changed) or "nothing"
+        lines.append(f"group {number}, changed since the last step: {said}")
     return lines
 
 
