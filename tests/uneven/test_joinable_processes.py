@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,6 +135,31 @@ def test_an_exception_of_one_rank_reaches_all(where: str) -> None:
     outcomes = try_on_ranks(3, raise_in_the_tail, where, fresh=True)
     assert [outcome.error for outcome in outcomes] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
     assert all(outcome.seconds < PROMPT for outcome in outcomes)
+
+
+def raise_between_batches(rank: Rank) -> None:
+    """Rank 1 raises while all have data, and its process lives on."""
+    model, loss = sharded(Plan(), plain(Plan()))
+    told = rank.scratch / "told"
+    uneven = zero3.joinable(model, adamw(zero3.get_trainable_chunk(model)).step)
+    try:
+        with Join([uneven]):
+            for step in range(3):
+                if step and rank.number:
+                    raise ZeroDivisionError("of rank 1")
+                loss(model, words(rank.number, step, 0)).backward()
+                uneven.step()
+    finally:
+        told.touch() if rank.number == 0 else None
+        while not told.exists():
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_that_has_raised_say_for_what() -> None:
+    waiting, raised = try_on_ranks(2, raise_between_batches, fresh=True, group_timeout=3.0, debug="OFF")
+    assert raised.error == "ZeroDivisionError" and waiting.error == "RuntimeError"
+    assert waiting.text.startswith("rank 0 of 2: telling other ranks of data in Join failed: ")
 
 
 def two_joinables(rank: Rank) -> str:

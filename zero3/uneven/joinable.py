@@ -12,6 +12,7 @@ from torch import nn
 from ..access import states_of, used
 from ..comm.agreement import agree
 from ..comm.ddp import Joinable, Shadow, still_here
+from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import process_group_of
 from ..conductors.conducted import unconducted
 from ..core.runtime import Runtime
@@ -171,7 +172,9 @@ class JoinableModel(Joinable):
                 "a sharded model must be the only joinable in Join: put several models into one "
                 "nn.ModuleList"
             )
-        still_here(self)
+        telling = Subject("data in Join")
+        with NamingFailures(self._communicator, "telling other ranks of", telling):
+            still_here(self)
         return True
 
 

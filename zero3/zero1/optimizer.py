@@ -153,7 +153,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with torch.enable_grad():
             loss = closure() if closure is not None and error is None else None
         if self._overlap is None:
-            still_here(self)
+            with self._opened.ranks.naming("telling other ranks of", "data in Join"):
+                still_here(self)
             if self._untried:
                 error = error or mistake_in(
                     lambda: self._check(range(len(self.param_groups)), kwargs)
