@@ -101,7 +101,7 @@ class Spread:
             if parameter.is_contiguous()
             else run.as_strided(parameter.shape, parameter.stride())
         )
-        self._return()
+        self.bring_back()
 
     def hold(self, index: int) -> None:
         """Makes the local optimizer's parameters from this rank's shares. `index`: this rank."""
@@ -114,7 +114,7 @@ class Spread:
         """Gives the local optimizer this rank's shares of a gradient. They are no copies unless
         `copy` is set or strides differ.
         """
-        self._return()
+        self.bring_back()
         if self.own and gradient is not None:
             gradient = laid_out_as(gradient.detach(), self.parameter)
         for share, local in self.own.items():
@@ -126,7 +126,7 @@ class Spread:
         for local in self.own.values():
             local.grad = None
 
-    def _return(self) -> None:
+    def bring_back(self) -> None:
         """Puts the parameter and its new values back, if other code has replaced its `.data`, or
         its layout there.
         """

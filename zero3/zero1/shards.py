@@ -104,6 +104,8 @@ class Shards:
                 copy_options(told["options"], groups)
         spreads = [spread for spread, has_one in zip(self.spreads, present, strict=True) if has_one]
         copy_options(groups, self.optimizer.param_groups)
+        for spread in self.spreads:  # one without gradient is sent with others of its bucket
+            spread.bring_back()
         for spread in spreads:
             shared = None if leader is None else _shared_gradient(self.ranks, spread, leader)
             spread.take(shared if joined else spread.parameter.grad, copy=joined)
