@@ -246,7 +246,7 @@ def test_parameters_that_are_brought_into_another_memory_format(world_size: int,
                 if step in (2, 4) and parameter.dim() == 4:
                     kept = torch.channels_last if step == 2 and not alone else torch.contiguous_format
                     parameter.data = parameter.data.contiguous(memory_format=kept)
-            give_gradients(parameters, step, missing=(0,) if step == 3 else ())
+            give_gradients(parameters, step, missing=(0,) if step == 2 else ())
             optimizer.step()
         return values_of(parameters)
 
