@@ -248,6 +248,8 @@ def refused(rank: Rank) -> None:
         model = accelerator.prepare(model)
         with pytest.raises(ValueError, match="takes all of a prepared model"):
             accelerator.clip_grad_norm_(zero3.get_trainable_chunk(model)[:1], 1.0)
+        with pytest.raises(RuntimeError, match=r"would wait for ranks that have no data: .*zero3\.joinable"):
+            accelerator.join_uneven_inputs([model])
         for options, text in (({"mixed_precision": "fp16"}, "fp16 on the device cpu"), ({"mixed_precision": "fp8"}, "fp8")):
             from accelerate.state import AcceleratorState
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -180,6 +180,18 @@ class Zero3Accelerator(Accelerator):
         """What the first rank of each group has given."""
         ranks = gathered.chunk(self.num_processes)
         return torch.cat(ranks[:: self._sharding.parts])
+
+    def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for sharded models, of which no rank can run a forward alone.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "accelerate's join_uneven_inputs knows DistributedDataParallel alone, and a sharded "
+            "model would wait for ranks that have no data: use `with Join([zero3.joinable(model, "
+            "step)]):` of torch (docs/uneven_inputs.md)"
+        )
 
     @contextmanager
     def one_of_each_group(self, *, on: bool = True) -> Iterator[None]:
