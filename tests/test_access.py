@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -288,3 +289,19 @@ def test_values_written_inside_an_outer_context_are_seen_there_by_all_ranks(worl
         assert torch.allclose(model(X), expected, rtol=1e-12)
 
     on_ranks(world_size, build, body, shard)
+
+
+OF_A_MODEL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("fetch", "release", "reset", "resident", "no_sync", "materialize", "report", "full_params", "parked"), ()),
+    **dict.fromkeys(("reduce_gradients", "full_state_dict", "named_gradients", "full_gradients", "step_guard", "stream_weights"), ()),
+    **dict.fromkeys(("get_trainable_chunk", "parameter_norms"), ()),
+    **{"set_trainable": ({},), "param_groups": ({},), "clip_grad_norm_": (1.0,), "set_forward_order": ([],), "joinable": (print,)},
+}
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_what_is_no_model_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=r"expected the sharded model, an nn\.Module, found a list: pass the model"), ExitStack() as stack:
+        found = getattr(zero3, name)([nn.Linear(2, 2)], *OF_A_MODEL[name])
+        if hasattr(found, "__enter__"):
+            stack.enter_context(found)

@@ -311,7 +311,7 @@ def reset(model: nn.Module) -> None:
         except torch.OutOfMemoryError:
             zero3.reset(model)
     """
-    layers = layers_of(model)
+    layers = layers_of(_module(model))
     if not layers:
         raise _not_sharded(model)
     if inside_backward():
@@ -360,14 +360,18 @@ def _tell_of_use(states: list[LayerState], by: str) -> None:
     states[0].conductor.conduct(Use(states[0], by))
 
 
-def _states_in(module: nn.Module) -> list[LayerState]:
+def _module(given: object) -> nn.Module:
     # callers may pass parameters, as to torch's own clip_grad_norm_
-    if not isinstance(module, nn.Module):
+    if not isinstance(given, nn.Module):
         raise TypeError(
-            f"expected the sharded model, an nn.Module, found a {type(module).__name__}: pass the "
+            f"expected the sharded model, an nn.Module, found a {type(given).__name__}: pass the "
             "model, not its parameters"
         )
-    roots = (vars(inner).get("_zero3_root") for inner in module.modules())
+    return given
+
+
+def _states_in(module: nn.Module) -> list[LayerState]:
+    roots = (vars(inner).get("_zero3_root") for inner in _module(module).modules())
     states = [*states_in(module), *(root for root in roots if isinstance(root, LayerState))]
     for inner in plain_modules(module):
         for value in [*vars(inner).values(), *inner._parameters.values()]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .access import used
+from .access import states_of, used
 from .core.autograd import inside_backward
 from .core.collectives import Collective, Conductor
 from .core.layer_state import LayerState
@@ -58,6 +58,7 @@ def used_between(model: nn.Module, by: str) -> list[LayerState]:
     Raises:
         RuntimeError: It is called inside one of them.
     """
+    states_of(model)
     if inside_backward() or any(runtime.in_forward for runtime in runtimes_in(model)):
         raise RuntimeError(f"zero3.{by} inside a forward or a backward: call it between them")
     return used(model, by)
