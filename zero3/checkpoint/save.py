@@ -185,6 +185,8 @@ def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _
                 warn_if_inexact(prepared.contents.states, member)
         optimizers = together.name if together is not None else None
         lines += [*prepared.lines(), f"optimizer: {optimizers}", f"background: {asked.background}"]
+        if first.policy.compare_every:  # a short run may not have come to that yet
+            lines.append(first.log.summary())
     prepared.gather_entries(together, held)
     prepared.make_directory()
     return prepared
