@@ -147,8 +147,11 @@ class Parts:
         self.exchanged: set[nn.Module | None] = set()
         self._naming = [NamingFailures(group, doing, root.subject) for doing in DOING]
         self._measuring = NamingFailures(group, "comparing the lengths of", root.subject)
-        # ranks without data have no part in exchanges
-        self._entries = [Entry(doing, root.subject, None) for doing in DOING]
+        self._entries = [
+            Entry(doing, root.subject, 2 * root.identity + 1 | (1 + way) << 32)
+            for way, doing in enumerate(DOING)
+        ]
+        self._of_all = True  # whether all ranks of the model make the exchange under way
 
     # -- one forward
 
@@ -327,10 +330,19 @@ class Parts:
         return full
 
     def swap(self, way: Direction, into: Tensor, flat: Tensor, bounds: Any, places: Any) -> None:
-        root = self.layer()
-        root.log.entries.append(self._entries[way])
+        root, entry = self.layer(), self._entries[way]
+        root.log.entries.append(entry if self._of_all else entry._replace(identity=None))
         with self._naming[way]:
             self.group.all_to_all(into, flat, bounds, places).wait()
+
+    @contextmanager
+    def among_some(self) -> Iterator[None]:
+        """Inside, some ranks of the model have no data, and make no exchange."""
+        self._of_all = False
+        try:
+            yield
+        finally:
+            self._of_all = True
 
     # -- attention
 

@@ -144,7 +144,8 @@ class JoinCoordinator:
         if not what.moves or not self.on or self._follows or self._round is Activity.STEP:
             return perform()
         if isinstance(what, Exchange):  # with ranks that have data
-            return perform()
+            with what.parts.among_some():
+                return perform()
         alone = self._round is None and self._scope is None
         if self._round is None:
             self._meet(Activity.OTHER if self._scope is None else self._scope)
