@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -218,15 +220,10 @@ def _grown(parameters: list[nn.Parameter]) -> None:
 DIFFERENCES: dict[str, Callable[[Any, list[nn.Parameter], bool], object]] = {
     "lr": lambda ours, _, wrong: ours.param_groups[0].update(lr=0.5) if wrong else None,
     "lr in a tensor": lambda ours, _, wrong: ours.param_groups[1]["lr"].fill_(0.5) if wrong else None,
-    "an option of its own": lambda ours, _, wrong: ours.param_groups[0].update(more=1) if wrong else None,
     "keywords": lambda ours, _, wrong: ours.step(scale=2.0 if wrong else 1.0),
     "no closure": lambda ours, _, wrong: ours.step(5 if wrong else None),
     "shape": lambda ours, parameters, wrong: _grown(parameters) if wrong else None,
     "an added group": lambda ours, _, wrong: ours.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5 if wrong else 0.1}),
-    "consolidated options": lambda ours, _, wrong: (
-        ours.param_groups[0].update(lr=0.5 if wrong else 0.1),
-        ours.consolidate_state_dict(),
-    ),
     "state of a parameter": lambda ours, _, wrong: ours.load_state_dict(_state(without=2 if wrong else None)),
     "numbers of steps": lambda ours, _, wrong: ours.load_state_dict(_state(steps=7 if wrong else 1)),
 }
@@ -245,7 +242,7 @@ class Scaled(optim.SGD):
 
 def _state(steps: int = 1, without: int | None = None) -> dict[str, Any]:
     parameters = odd_parameters()
-    plain = Scaled([{"params": parameters[:5]}, {"params": parameters[5:], "lr": torch.tensor(0.1)}], lr=0.1)
+    plain = Scaled(_groups(parameters), lr=0.1)
     give_gradients(parameters, 0)
     plain.step()
     state = plain.state_dict()
@@ -257,8 +254,7 @@ def _state(steps: int = 1, without: int | None = None) -> dict[str, Any]:
 def test_what_differs_on_one_rank_after_construction_is_told_to_all_before_anything_changes(difference: str) -> None:
     def body(group: Any) -> None:
         parameters, wrong = odd_parameters(), group.rank == 1
-        groups = [{"params": parameters[:5]}, {"params": parameters[5:], "lr": torch.tensor(0.1)}]
-        ours = zero3.ZeroRedundancyOptimizer(groups, Scaled, group, lr=0.1)
+        ours = zero3.ZeroRedundancyOptimizer(_groups(parameters), Scaled, group, lr=0.1)
         for step in range(2):
             give_gradients(parameters, step)
             ours.step()
@@ -284,6 +280,7 @@ def test_what_the_local_optimizer_changes_itself_may_differ() -> None:
             for group in self.param_groups:
                 if group["params"]:
                     group["steps"] = group.get("steps", 0) + 1
+                    group["counted"] = group.get("counted", torch.zeros(1)) + 1
             return super().step()
 
     def body(group: Any) -> None:
@@ -293,8 +290,25 @@ def test_what_the_local_optimizer_changes_itself_may_differ() -> None:
             give_gradients(parameters, step)
             ours.step()
             ours.param_groups[0]["lr"] *= 0.5
+            ours.param_groups[0]["seconds"] = time.monotonic()  # the caller's own
+            ours.param_groups[1]["lr"] = np.float64(0.5) if group.rank else 0.5
 
     on_threads(2, body)
+
+
+def test_state_whose_keys_are_of_several_types() -> None:
+    def body(group: Any) -> None:
+        state = _state()
+        state["state"] = {number: {0: torch.ones(()), **held} for number, held in state["state"].items()}
+        ours = zero3.ZeroRedundancyOptimizer(_groups(odd_parameters()), Scaled, group, lr=0.1)
+        ours.load_state_dict(state)
+        ours.consolidate_state_dict()
+
+    on_threads(2, body)
+
+
+def _groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:5]}, {"params": parameters[5:], "lr": torch.tensor(0.1)}]
 
 
 @pytest.mark.parametrize("lies", ["channels last", "with gaps"])

@@ -264,3 +264,29 @@ def test_parameters_that_are_brought_into_another_memory_format(world_size: int,
 
     for found in on_threads(world_size, body):
         assert_same_bits(found, expected)
+
+
+@WORLDS
+@pytest.mark.parametrize("options", [{}, {"parameters_as_bucket_view": True}, {"whole": True}], ids=str)
+def test_parameters_that_are_transposed_where_they_lie(world_size: int, options: dict[str, Any]) -> None:
+    def trained(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
+        for step in range(4):
+            if step == 2:
+                parameters[0].data = parameters[0].data.t()
+            give_gradients(parameters, step)
+            optimizer.step()
+        return values_of(parameters)
+
+    def made() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(5)
+        return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 4), (7,))]
+
+    plain = made()
+    expected = trained(torch.optim.AdamW(plain, **ADAMW), plain)
+
+    def body(group: Any) -> list[Tensor]:
+        parameters = made()
+        return trained(ours_on(group, parameters, **options, **ADAMW), parameters)
+
+    for found in on_threads(world_size, body):
+        assert_same_bits(found, expected)

@@ -94,7 +94,8 @@ class History:
         # ranks, the forward, and this rank's latest transfers then
         self.told: deque[tuple[Told, int, list[Entry]]] = deque()
         self._models = 0  # that have told anything
-        # how many of them a forward leaves alone: one of each other model, and nobody waits
+        # how many of them a forward leaves alone, so that nobody waits: one for each other model
+        # that there has been
         self.behind = 0
         self._wider: dict[tuple[int, ...], History] = {}
         self._lock = Lock()

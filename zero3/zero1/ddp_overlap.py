@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..comm.ddp import GradBucket, mean_of_ranks
 from .division import Spread
-from .groups import changes_in, mistake_in, name_of
+from .groups import function_name, mistake_in
 from .local import Groups, copy_options, options_of
 from .shards import Shards
 
@@ -40,7 +40,7 @@ class DDPOverlap:
         self._spreads: dict[Tensor, Spread] = {}
 
     def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
-        lines = [f"hook(), reduction={'mean' if reduction is None else name_of(reduction)}"]
+        lines = [f"hook(), reduction={'mean' if reduction is None else function_name(reduction)}"]
         self._shards.ranks.agree(lines, mistake_in(lambda: self._check(ddp, reduction)))
         self.hooked = True
         self._spreads = {spread.parameter: spread for spread in self._shards.spreads}
@@ -104,7 +104,7 @@ class DDPOverlap:
             self._update()
             self._shards.gathers.finish()
             self._forward_ran = False
-            copy_options(self._shards.optimizer.param_groups, self._groups)
+            self._shards.give_options(self._groups)
         return future
 
     @property
@@ -119,7 +119,7 @@ class DDPOverlap:
     def _begin(self) -> None:
         """A rank without data, where schedules stand still, gets the options from one with data."""
         groups, ranks, joined = self._groups, self._shards.ranks, not self._forward_ran
-        lines = changes_in(groups, self._shards.optimizer.param_groups)
+        lines = self._shards.changes_in(groups)
         error = None if joined else self._shards.mistake()
         leader = ranks.roll_call([] if joined else lines, joined=joined, error=error)
         if leader is not None:

@@ -132,10 +132,10 @@ class Spread:
         """
         values = self.parameter.detach()
         if self.place is not None:
-            if self.place.data_ptr() != values.data_ptr():
-                self.place.copy_(values)
+            if not _is(values, self.place):
+                self.place.copy_(values.clone())  # they may be in this memory, in another order
                 _point(self.parameter, self.place)
-        elif not self.shaped and values.stride() != self._strides:
+        elif not self.shaped and not _lies_as(values, self._strides):
             lies = torch.empty_strided(
                 self._shape, self._strides, dtype=values.dtype, device=values.device
             )
@@ -264,8 +264,18 @@ def _kind(spread: Spread) -> tuple[torch.device, torch.dtype]:
 
 
 def _point(parameter: Tensor, values: Tensor) -> None:
-    if parameter.data_ptr() != values.data_ptr():
+    if not _is(parameter, values):
         parameter.data = values
+
+
+def _is(tensor: Tensor, other: Tensor) -> bool:
+    """Whether it is the same memory, in the same order."""
+    return tensor.data_ptr() == other.data_ptr() and _lies_as(tensor, other.stride())
+
+
+def _lies_as(tensor: Tensor, strides: Sequence[int]) -> bool:
+    each = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size <= 1 or own == other for size, own, other in each)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -106,46 +107,47 @@ def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) 
     """Describes a group's options, which must be the same on all ranks: numbers and words, and the
     types of other objects.
     """
-    return f"group {number}: {name_of(make)}, {said_of(options_of(group))}"
+    return f"group {number}: {function_name(make)}, {said_of(options_of(group))}"
 
 
-def changes_in(groups: Groups, last: Groups) -> list[str]:
-    """Describes what the caller has changed in groups since the `last` step, which must be the same
-    on all ranks. (What the local optimizer has changed itself may depend on its shares.)
+def notes_of(groups: Groups, known: Iterable[str]) -> list[dict[str, str]]:
+    """What each group's options are, for `changes_in`: those that the local optimizer knows."""
+    return [{key: _said(group[key]) for key in known if key in group} for group in groups]
+
+
+def changes_in(notes: list[dict[str, str]], last: list[dict[str, str]]) -> list[str]:
+    """Describes what the caller has changed in options since the `last` step, which must be the
+    same on all ranks. (What the local optimizer has changed itself may depend on its shares.)
     """
     lines = list[str]()
-    for number, (group, before) in enumerate(zip(groups, last, strict=True)):
-        changed = {
-            key: value
-            for key, value in options_of(group).items()
-            # a schedule writes into a tensor, which the local optimizer has, too
-            if isinstance(value, Tensor) or key not in before or _said(value) != _said(before[key])
-        }
-        said = said_of(changed) or "nothing"
-        lines.append(f"group {number}, changed since the last step: {said}")
+    for number, (now, before) in enumerate(zip(notes, last, strict=True)):
+        changed = (f"{key} {said}" for key, said in now.items() if before.get(key) != said)
+        lines.append(f"group {number}, changed since the last step: {', '.join(changed) or '-'}")
     return lines
 
 
-def name_of(function: Any) -> str:
+def function_name(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-def said_of(options: Mapping[str, Any]) -> str:
+def said_of(options: Mapping[Any, Any]) -> str:
     """What ranks compare of options."""
-    return ", ".join(f"{key} {_said(value)}" for key, value in sorted(options.items()))
+    named = sorted(options.items(), key=lambda item: str(item[0]))
+    return ", ".join(f"{key} {_said(value)}" for key, value in named)
 
 
 def _said(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_said, value))})"
-    if isinstance(value, Tensor):
-        many = f"{tuple(value.shape)} {value.dtype}"
-        return repr(value.item()) if value.numel() == 1 else many
-    return (
-        repr(value)
-        if value is None or isinstance(value, (bool, int, float, str))
-        else type(value).__name__
-    )
+    if isinstance(value, Tensor):  # the host does not wait for a device
+        here = value.numel() == 1 and value.device.type == "cpu"
+        return _said(value.item()) if here else f"{tuple(value.shape)} {value.dtype}"
+    if value is None or isinstance(value, bool | str):
+        return repr(value)
+    if isinstance(value, Real):  # also numpy's
+        number = float(value)
+        return repr(int(number)) if number.is_integer() else repr(number)
+    return type(value).__name__
 
 
 def mistake_in(body: Callable[[], object]) -> Exception | None:

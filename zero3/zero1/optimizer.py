@@ -19,7 +19,6 @@ from ..comm.plain_values import integer
 from .ddp_overlap import DDPOverlap
 from .division import Packing
 from .groups import (
-    changes_in,
     check_addition,
     checked,
     line_of,
@@ -120,7 +119,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ranks.agree([], mistake_in(lambda: shards.create(self._local, divided)))
         self._shards = shards
         self.defaults = {**shards.optimizer.defaults, **plain}
-        copy_options(shards.optimizer.param_groups, self.param_groups)
+        shards.give_options(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -159,7 +158,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 error = error or mistake_in(
                     lambda: self._check(range(len(self.param_groups)), kwargs)
                 )
-            lines = [*self._changes(), f"step(): {said_of(kwargs)}"]
+            lines = [*self._opened.changes_in(self.param_groups), f"step(): {said_of(kwargs)}"]
             self._opened.step(self.param_groups, kwargs, lines, loss=loss, error=error)
             self._consolidated = (0, None)
         elif error is not None:
@@ -211,7 +210,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if (shards := self._shards) is None:  # torch's constructor
             self._append(param_group)
             return
-        before, changes = len(self.param_groups), self._changes()
+        before, changes = len(self.param_groups), shards.changes_in(self.param_groups)
         if (error := mistake_in(lambda: self._append(param_group))) is None:
             hooked = self._overlap is not None and self._overlap.hooked
             error = mistake_in(
@@ -232,15 +231,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # what a schedule has set since the last step
         copy_options(self.param_groups[:before], shards.optimizer.param_groups)
         shards.add(spreads, options_of(self.param_groups[before]))
-        copy_options(shards.optimizer.param_groups, self.param_groups)
+        shards.give_options(self.param_groups)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers the state of all parameters on one rank, for its `state_dict()`. Every rank calls
         it.
 
         Args:
-            to: The rank. It receives one tensor at a time, on the CPU. State that earlier calls
-                have gathered is dropped.
+            to: The rank. It receives one tensor at a time, on the CPU, and saves its own options.
+                State that earlier calls have gathered is dropped.
 
         Raises:
             ValueError: There is no such rank, ranks differ, or a state belongs to no single
@@ -254,8 +253,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if known
             else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
         )
-        lines = [f"consolidate_state_dict(to={to})", *self._changes()]
-        shards.ranks.agree(lines, wrong, "consolidate_state_dict")
+        shards.ranks.agree([f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
         self._consolidated = (shards.updates, consolidate(shards, to))
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,7 +316,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self.param_groups = groups
             raise
         shards.load(taken, [options_of(group) for group in self.param_groups])
-        copy_options(shards.optimizer.param_groups, self.param_groups)
+        shards.give_options(self.param_groups)
         self._consolidated = (0, None)
 
     def join_hook(self, **kwargs: Any) -> Shadow:
@@ -392,9 +390,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             line_of_group(self._local.optimizer_class, number, group)
             for number, group in enumerate(groups, first)
         ]
-
-    def _changes(self) -> list[str]:
-        return changes_in(self.param_groups, self._opened.optimizer.param_groups)
 
     def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
         """Tries the optimizer with these groups' options. `keywords`: of `step()`, when known."""

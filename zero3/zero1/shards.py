@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .division import Bucket, Packing, Spread, divide, flat, is_gapless, laid_out_as
 from .gathers import Gathers
+from .groups import changes_in, notes_of
 from .local import Groups, LocalOptimizers, copy_options, options_of, step_locally
 from .ranks import Ranks
 
@@ -27,6 +28,7 @@ class Shards:
         self.optimizer: Optimizer
         self.updates = 0  # the number of updates so far, of some or all parameters
         self.gathers = Gathers(ranks)
+        self._given: list[dict[str, str]] = []  # what the caller's options were after that
         self._buckets: list[Bucket] = []
         self._packing = packing
         self._owned = [0] * ranks.count  # the bytes of whole parameters that each rank has
@@ -115,7 +117,16 @@ class Shards:
         except BaseException:
             self.gathers.drop()
             raise
+        self.give_options(groups)
+
+    def give_options(self, groups: Groups) -> None:
+        """Gives the caller's groups what the local optimizer's have."""
         copy_options(self.optimizer.param_groups, groups)
+        self._given = notes_of(groups, self.optimizer.defaults)
+
+    def changes_in(self, groups: Groups) -> list[str]:
+        """Describes what the caller has changed in them since then."""
+        return changes_in(notes_of(groups, self.optimizer.defaults), self._given)
 
     def load(
         self, state: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[dict[str, Any]]
