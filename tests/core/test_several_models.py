@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero3
+from tests.support.inside import states_of
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import run_mesh, run_ranks
 
@@ -150,6 +151,18 @@ def test_all_ranks_raise_at_the_same_forward_and_begin_anew_with_other_models() 
 
     first, second = run_ranks(2, body)
     assert first == second and len(first) == 2
+
+
+@pytest.mark.parametrize(("models", "pending"), [(1, 1), (2, 2), (3, 3), (6, 4)])
+def test_no_forward_waits_for_what_another_model_has_just_told(models: int, pending: int) -> None:
+    def body(group: Any) -> int:
+        made = [sharded(FIRST, group) for _ in range(models)]
+        for step in range(4):
+            for model in made:
+                forwards(model, model, rows(group.rank, step), turned=False)
+        return len(states_of(made[0])[0].log.history.told)
+
+    assert run_ranks(2, body) == [pending] * 2
 
 
 USES = {
