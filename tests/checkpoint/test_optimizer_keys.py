@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zero3
 from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, train
@@ -246,3 +248,48 @@ def test_ranks_that_kept_different_state(way: str, tmp_path: Path) -> None:
 
     on_ranks(2, body)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("way", ["full", "files"])
+def test_slices_of_a_chunk_have_one_count_of_steps_whichever_parameters_had_state(way: str, tmp_path: Path) -> None:
+    """Where a rank's slice holds none that a gradient had reached, it has no count of its own."""
+
+    def made(group: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch_layer = copy.deepcopy(start)
+        model = zero3.Zero3Layer(torch_layer, process_group=group)
+        return model, torch.optim.AdamW(model.get_trainable_chunk(), lr=0.1)
+
+    start = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).double()
+    plain = copy.deepcopy(start)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        plain[0](torch.ones(1, 4).double()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state, names = optimizer.state_dict(), [name for name, _ in plain.named_parameters()]
+    named = {
+        "state": {names[number]: held for number, held in state["state"].items()},
+        "param_groups": [{**group, "params": names} for group in state["param_groups"]],
+    }
+
+    def body(group: Any) -> tuple[set[float], list[Tensor]]:
+        model, optimizer = made(group)
+        zero3.load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(named))
+        if way == "files":
+            zero3.save_checkpoint(tmp_path / f"of {ranks}", model, optimizer)
+            model, optimizer = made(group)
+            zero3.load_checkpoint(tmp_path / f"of {ranks}", model, optimizer)
+        model(torch.ones(1, 4).double()).pow(2).sum().backward()
+        optimizer.step()
+        with zero3.full_params(model):
+            values = [each.detach().clone() for each in model.module.parameters()]
+        return {float(held["step"]) for held in optimizer.state.values()}, values
+
+    found = []
+    for ranks in (1, 2, 3):
+        for steps, values in run_ranks(ranks, body):
+            assert steps == {4.0}
+            found.append(values)
+    for values in found[1:]:
+        for one, other in zip(found[0], values, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

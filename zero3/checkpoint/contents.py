@@ -114,6 +114,13 @@ class Contents:
             if not slot.numel
         ]
 
+    def names_in(self, chunk: Chunk) -> list[str]:
+        """The names of all parameters with elements in the chunks of all ranks, in order."""
+        names = self._chunk_names.get(chunk, {})
+        return [
+            names[slot.name] for slot in chunk.layout.slots if slot.numel and slot.name in names
+        ]
+
     def chunks(self) -> Iterator[Chunk]:
         for state in self.states:
             yield from state.chunks

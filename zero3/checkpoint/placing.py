@@ -78,8 +78,9 @@ class Placing:
                 hook(member)
 
     def allocate(self, held: Held, named: dict[str, NamedState]) -> None:
-        """Makes tensors for the state of one parameter. `named`: the state of the names in it. One
-        that no gradient had reached has none: it gets what the optimizer begins with.
+        """Makes tensors for the state of one parameter. `named`: the state of the names in it, also
+        on other ranks. One that no gradient had reached has none: it gets what the optimizer begins
+        with, and the number of steps of the others.
         """
         parameter, first = held.parameter, next(each for each in named.values() if each.keys)
         begun = {name for name, each in named.items() if each.keys}
@@ -168,7 +169,7 @@ def place(
         filled = [name for name in known if 0 not in contents.shape(name)] or known
         placing.options.append(_decoded(by_name[filled[0]] if filled else {}, group))
     for one in held:
-        named = {span.name: source.state.get(span.name, NamedState()) for span in one.filled}
+        named = {name: source.state.get(name, NamedState()) for name in one.names}
         if any(state.keys for state in named.values()):
             if optimizer.is_aligned(one.group):
                 ((name, state),) = named.items()

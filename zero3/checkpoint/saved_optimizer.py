@@ -118,6 +118,8 @@ class Held(NamedTuple):
     spans: tuple[NamedSpan, ...]
     # whether this rank's replica saves it here; what every rank holds whole is saved by rank 0
     mine: bool
+    # all that share its state: on other ranks, too, if it is a slice of a chunk
+    names: tuple[str, ...]
 
     @property
     def filled(self) -> tuple[NamedSpan, ...]:
@@ -147,13 +149,14 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
         TypeError: An option could only be pickled.
         ValueError: A parameter is not of this model, or is not aligned as its group says.
     """
-    known: dict[int, tuple[tuple[NamedSpan, ...], bool]] = {}
+    known: dict[int, tuple[tuple[NamedSpan, ...], bool, Sequence[str]]] = {}
     owned = owned_by(contents.states)
     for name, tensor in contents.others.items():
-        known[id(tensor)] = ((NamedSpan(name, 0, tensor.numel(), 0),), contents.is_first)
+        known[id(tensor)] = (NamedSpan(name, 0, tensor.numel(), 0),), contents.is_first, ()
     for chunk in contents.chunks():
         for part in chunk.parts:
-            known[id(part.parameter)] = tuple(_covered(part, chunk, contents)), True
+            all_names = contents.names_in(chunk) if part.parameter is chunk.shard else []
+            known[id(part.parameter)] = tuple(_covered(part, chunk, contents)), True, all_names
     held = []
     for group, options in enumerate(optimizer.param_groups):
         options_of(options, optimizer.labels[group])  # raises for values that could only be pickled
@@ -167,7 +170,9 @@ def held_by(optimizer: Together, contents: Contents) -> list[Held]:
                     "not of this model. Make the optimizer from get_trainable_chunk(model) or "
                     "param_groups(model, ...), after sharding."
                 )
-            held.append(Held(parameter, group, *known.get(id(parameter), ((), True))))
+            spans, mine, names = known.get(id(parameter), ((), True, ()))
+            one = Held(parameter, group, spans, mine, ())
+            held.append(one._replace(names=tuple(names or (span.name for span in one.filled))))
     return held
 
 
