@@ -293,3 +293,19 @@ def test_slices_of_a_chunk_have_one_count_of_steps_whichever_parameters_had_stat
     for values in found[1:]:
         for one, other in zip(found[0], values, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_ranks_that_have_made_different_numbers_of_steps(tmp_path: Path) -> None:
+    """A checkpoint of them could not be loaded."""
+
+    def body(model: Any, _: torch.optim.Optimizer, group: ThreadCommunicator) -> None:
+        optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.1)
+        train(model, optimizer, range(2))
+        if group.rank == 1:
+            optimizer.step = lambda: None  # type: ignore[method-assign]
+        train(model, optimizer, range(1))
+        with pytest.raises(ValueError, match=r"rank 1: the optimizer has made 2 steps .*, and 3 where that begins"):
+            zero3.save_checkpoint(tmp_path / "run", model, optimizer)
+
+    on_ranks(2, body)
+    assert not (tmp_path / "run").exists()

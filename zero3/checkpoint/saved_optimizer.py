@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import agreeing, exchange_texts
-from ..comm.plain_values import encode_scalar, name_of, unreadable
+from ..comm.plain_values import decode_scalars, encode_scalar, name_of, unreadable
 from ..core.chunk import Chunk, Part
 from ..modules import own_name
 from ..optim.check_optimizer import check_aligned, owned_by
@@ -291,7 +291,8 @@ def _check_even(
     contents: Contents,
     merged: OptimizerContents,
 ) -> None:
-    """Checks that every rank keeps the same keys for its slice of a parameter as where that begins.
+    """Checks that every rank keeps the same keys, and has made as many steps, for its slice of a
+    parameter as where that begins.
 
     Raises:
         ValueError: A rank has made no step, or another kind of step. Every rank raises it.
@@ -306,6 +307,19 @@ def _check_even(
                         f"{span.name}, and {first.keys or 'nothing'} where that begins: all ranks "
                         "must make the same steps"
                     )
+                steps, theirs = (_steps(each.scalars) for each in (own, first))
+                if steps != theirs:
+                    raise ValueError(
+                        f"the optimizer has made {steps:g} steps with this rank's slice of "
+                        f"{span.name}, and {theirs:g} where that begins: all ranks must make the "
+                        "same steps"
+                    )
+
+
+def _steps(scalars: Mapping[str, Any]) -> float:
+    """As most optimizers count them. 0: this one does not."""
+    count = decode_scalars({key: scalars[key] for key in ("step",) if key in scalars}, "cpu")
+    return float(count["step"]) if count else 0.0
 
 
 # What a caller's dict holds
