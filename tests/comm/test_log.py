@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.processes import PROMPT, Rank, try_on_ranks
+from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.routed import Routed, gather_others
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
@@ -144,6 +145,25 @@ def test_the_log_is_looked_at_before_a_step(look: str, tmp_path: Path) -> None:
 
     texts = run_ranks(2, body)
     assert "gathering that only rank 0 has" in texts[0] and "gathering that only rank 0 has" not in texts[1]
+
+
+def save_after_other_norms(rank: Rank, policy: dict[str, Any]) -> str:
+    model = Zero3Layer(nn.Linear(4, 4), policy=ShardingPolicy(**policy))
+    model(torch.ones(2, 4)).sum().backward()
+    zero3.clip_grad_norm_(model, 1.0 + rank.number)
+    try:
+        zero3.save_checkpoint(rank.scratch / "saved", model)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("policy", [{}, {"compare_every": 0}], ids=str)
+def test_a_save_compares_transfers_where_no_comparison_has_come_yet(policy: dict[str, Any]) -> None:
+    """On gloo ranks compare them after a thousand, unless they never do."""
+    first, second = on_ranks(2, save_after_other_norms, policy)
+    assert first == second
+    assert first == "saved" if policy else re.match("ranks differ in save_checkpoint: .*max_norm=1.0.*max_norm=2.0", first)
 
 
 def test_ranks_tell_each_other_once_a_forward_and_never_inside_resident() -> None:
