@@ -12,7 +12,7 @@ from tests.test_architecture import ROOT, SOURCES
 
 UNPICKLES = re.compile(
     r"^(pickle|_pickle|cPickle|cloudpickle|dill|joblib|shelve|marshal|jsonpickle)(\.|$)|^torch\.(jit\.load|hub|package)\b"
-    r"|(^|\.)\w+_object(_list)?$|^torch\.distributed\.(checkpoint|rpc)\b|^(np|numpy)\.load$"
+    r"|(^|(?<!ctypes)\.)\w+_object(_list)?$|^torch\.distributed\.(checkpoint|rpc)\b|^(np|numpy)\.load$"
 )
 TOLD_PLAINLY = [*SOURCES.values(), *sorted((ROOT / "examples").rglob("*.py"))]
 
