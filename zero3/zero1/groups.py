@@ -110,9 +110,18 @@ def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) 
     return f"group {number}: {function_name(make)}, {said_of(options_of(group))}"
 
 
-def notes_of(groups: Groups, known: Iterable[str]) -> list[dict[str, str]]:
-    """What each group's options are, for `changes_in`: those that the local optimizer knows."""
-    return [{key: _said(group[key]) for key in known if key in group} for group in groups]
+def notes_of(groups: Groups, known: Iterable[str], *, waits: bool) -> list[dict[str, str]]:
+    """What each group's options are, for `changes_in`: those that the local optimizer knows.
+    `waits`: also tensors on a device, which the host has to wait for.
+    """
+    return [
+        {
+            key: _said(value)
+            for key, value in group.items()
+            if key in known and (waits or getattr(value, "is_cpu", True))
+        }
+        for group in groups
+    ]
 
 
 def changes_in(notes: list[dict[str, str]], last: list[dict[str, str]]) -> list[str]:
@@ -121,7 +130,7 @@ def changes_in(notes: list[dict[str, str]], last: list[dict[str, str]]) -> list[
     """
     lines = list[str]()
     for number, (now, before) in enumerate(zip(notes, last, strict=True)):
-        changed = (f"{key} {said}" for key, said in now.items() if before.get(key) != said)
+        changed = (f"{key} {now[key]}" for key in sorted(now) if before.get(key) != now[key])
         lines.append(f"group {number}, changed since the last step: {', '.join(changed) or '-'}")
     return lines
 
@@ -139,9 +148,9 @@ def said_of(options: Mapping[Any, Any]) -> str:
 def _said(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_said, value))})"
-    if isinstance(value, Tensor):  # the host does not wait for a device
-        here = value.numel() == 1 and value.device.type == "cpu"
-        return _said(value.item()) if here else f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Tensor):
+        many = f"{tuple(value.shape)} {value.dtype}"
+        return _said(value.item()) if value.numel() == 1 else many
     if value is None or isinstance(value, bool | str):
         return repr(value)
     if isinstance(value, Real):  # also numpy's

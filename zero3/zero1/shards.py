@@ -28,7 +28,7 @@ class Shards:
         self.optimizer: Optimizer
         self.updates = 0  # the number of updates so far, of some or all parameters
         self.gathers = Gathers(ranks)
-        self._given: list[dict[str, str]] = []  # what the caller's options were after that
+        self._given: list[dict[str, str]] = []  # the caller's options after the last update
         self._buckets: list[Bucket] = []
         self._packing = packing
         self._owned = [0] * ranks.count  # the bytes of whole parameters that each rank has
@@ -122,11 +122,13 @@ class Shards:
     def give_options(self, groups: Groups) -> None:
         """Gives the caller's groups what the local optimizer's have."""
         copy_options(self.optimizer.param_groups, groups)
-        self._given = notes_of(groups, self.optimizer.defaults)
+        self._given = notes_of(groups, self.optimizer.defaults, waits=False)
 
     def changes_in(self, groups: Groups) -> list[str]:
-        """Describes what the caller has changed in them since then."""
-        return changes_in(notes_of(groups, self.optimizer.defaults), self._given)
+        """Describes what the caller has changed in them since then, and all tensors on a device: an
+        exchange follows, for which the host waits anyway.
+        """
+        return changes_in(notes_of(groups, self.optimizer.defaults, waits=True), self._given)
 
     def load(
         self, state: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[dict[str, Any]]
