@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -52,8 +51,7 @@ def test_parked_leaves_one_percent_of_the_bytes_on_the_device(to: str, name: str
     from tests.device import simulated
 
     simulated.schedule("random", 1)
-    gc.collect()  # what an earlier test left would be freed in between
-    nothing = [torch.cuda.memory_allocated(rank) for rank in range(2)]
+    nothing = simulated.left_behind()  # it would be freed in between
 
     def body(me: Me) -> list[Any]:
         model, optimizer = trained(me, how, **policy)
