@@ -165,13 +165,16 @@ def stand_ins(file: str) -> set[str]:
 
 
 def a_function_has_at_most_6_parameters() -> Iterator[Place]:
-    """But for public ones, whose names stand in `__init__`, those that begin with an underscore twice, and `stand_ins`."""
+    """But for public ones, whose names stand in `__init__`, those that begin with an underscore twice, `stand_ins`, and kernels, to
+    which Triton gives each number by itself.
+    """
     public = {name for file, names in IMPORTED.items() if file == "__init__.py" for name in names}
     for file, node in functions():
         arguments = [a for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
         bools = [a for a in arguments if a.annotation is not None and ast.unparse(a.annotation) == "bool"]
         exempt = public | stand_ins(file) | {"__init__"}
-        if node.name not in exempt and (len(arguments) > 6 or len(bools) > 1):
+        is_kernel = any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list)
+        if node.name not in exempt and not is_kernel and (len(arguments) > 6 or len(bools) > 1):
             yield f"{file} {node.name}"
 
 

@@ -218,8 +218,9 @@ def can_change(value: object) -> bool:
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_state_outlives_a_model(source: str) -> None:
     """Ranks live as threads of one process in most tests: what a module or a class kept, they would share."""
-    if source == "integrations/lightning":
-        pytest.importorskip("lightning")
+    needed = {"integrations/lightning": "lightning", "quantized/fused": "triton"}
+    if source in needed:
+        pytest.importorskip(needed[source])
     module = importlib.import_module(f"zero3.{dotted_name(source)}".rstrip("."))
     held = {name: value for name, value in vars(module).items() if name != "__all__"}
     for class_name, value in vars(module).items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zero3 import NF4, Float8, Int8
 from zero3.quantized import wire
-from zero3.quantized.blocks import uniform
+from zero3.quantized.blocks import decode_blocks, encode_blocks, uniform
 from zero3.quantized.wire import Rows, block_size
 
 KINDS = [Int8(), Int8(block_size=1), Int8(block_size=7), Int8(block_size=10**4), Float8(), Float8(block=(9, 5))]
@@ -118,3 +118,40 @@ def test_a_block_with_a_number_that_is_none_stays_without_numbers(kind: Any, val
 def test_only_formats_of_eight_bits_travel() -> None:
     with pytest.raises(TypeError, match="is no format for transfers"):
         block_size(NF4())
+
+
+class OneByOne:
+    """In place of Triton's kernels: each block by itself, with memory of its own."""
+
+    def encode(self, values: Tensor, codes: Tensor, scales: Tensor, size: int, noise: tuple[int, int] | None) -> None:
+        for number, part in enumerate(values.split(size)):
+            place, work = slice(number * size, number * size + len(part)), torch.empty(len(part) + 1)
+            numbers = torch.empty(2, len(part), dtype=torch.int32)
+            random = None if noise is None else uniform(noise[0] + place.start, noise[1], *numbers)[None]
+            encode_blocks(part[None], codes[None, place], scales[number : number + 1], work, random)
+
+    def decode(self, codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:
+        for number, part in enumerate(out.split(size)):
+            code = codes[None, number * size : number * size + len(part)]
+            decode_blocks(code, scales[number : number + 1], part[None], torch.empty(len(part)), add=add)
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from([*KINDS, Int8(block_size=4, stochastic=True)]),
+    st.integers(0, 300),
+    st.lists(st.integers(0, 300), max_size=6),
+    st.sampled_from(FLOATS),
+)
+def test_kernels_make_the_bytes_of_rows(kind: Any, numel: int, cuts: list[int], dtype: torch.dtype) -> None:
+    """Whole blocks wherever the pieces of a slice meet."""
+    values, made = drawn(numel, 1, dtype), []
+    pieces = torch.tensor_split(values, sorted(min(cut, numel) for cut in cuts))
+    for kernels in (None, OneByOne()):
+        rows = Rows(kind, [numel], 0, kernels)
+        raw, work, out, total = rows.empty(CPU).zero_(), rows.work(CPU), torch.empty_like(values), torch.ones(numel)
+        rows[0].encode(pieces, raw, work, 99)
+        rows[0].decode(raw, out, work)
+        rows[0].decode(raw, total, work, add=True)
+        made.append((raw, out.view(torch.uint8), total))
+    assert all(one.equal(other) for one, other in zip(*made, strict=True))

@@ -52,7 +52,7 @@ def chunk_of(
     (place, device), stored, face = where, shard.dtype, face or Views()
     plain = face.read_only or at is not None
     kind = None if plain else gather_format(policy, whole.communicator, stored)
-    wire: Wire = Plain() if kind is None else Coded(kind, whole.layout)
+    wire: Wire = Plain() if kind is None else Coded(kind, whole.layout, device)
     computes = stored if face.read_only else compute_dtype(policy, face.own or stored)
     store = Here() if place is None else place
     chunk = Chunk(whole, shard, (computes, device), store, wire, face, at)

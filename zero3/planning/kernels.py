@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm.plain_values import name_of
+from ..quantized.blocks import FourBits
+from ..quantized.sections import QuantizedTensor
 
 __all__: list[str] = []
 
@@ -102,6 +104,29 @@ def _places(index: Tensor | None) -> Sequence[Tensor | None]:
 def _without_values(leaf: Any) -> Any:
     here = isinstance(leaf, Tensor) and leaf.dim() and not leaf.is_meta
     return torch.empty_like(leaf, device="meta") if here else leaf
+
+
+class FusedOnMeta:
+    """In place of `quantized.fused`: an operation for each kernel, which reads and writes as many
+    bytes (but for scales).
+    """
+
+    @staticmethod
+    def encode(
+        values: Tensor, codes: Tensor, scales: Tensor, size: int, noise: tuple[int, int] | None
+    ) -> None:
+        codes[: values.numel()].copy_(values)
+
+    @staticmethod
+    def decode(codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:
+        values = codes[: out.numel()]
+        out.add_(values) if add else out.copy_(values)
+
+    @staticmethod
+    def decode_pairs(kind: FourBits, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
+        pairs = out.numel() // 2
+        codes = quantized.codes[start // 2 : start // 2 + pairs]
+        out[: 2 * pairs].view(pairs, 2).copy_(codes[:, None].expand(pairs, 2))
 
 
 class _Attention(NamedTuple):

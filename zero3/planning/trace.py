@@ -28,9 +28,10 @@ from ..faces.quantised import weight_of
 from ..policy import ShardingPolicy, gradient_dtype
 from ..shard import logging_only, shard
 from ..towers.gates import Gate
+from ..wires.coded import Coded, CodedReduceScatter
 from .absent import AbsentRanks, Awaited, Issued, SharingRanks
 from .alike import Alike
-from .kernels import DeviceKernels, backward, fused_on_meta, with_values
+from .kernels import DeviceKernels, FusedOnMeta, backward, fused_on_meta, with_values
 from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
 from .models import loss_of, vocabulary_of
 from .resting import step_by_turns
@@ -110,6 +111,8 @@ class Trace:
             self._observer.watch(state)
         for codec in _codecs_in(states):
             codec.choose_slices(self._alike.first)
+        if device == "cuda":
+            _use_kernels(states)
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
@@ -352,6 +355,17 @@ def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.
 def _codecs_in(states: Iterable[LayerState]) -> Iterable[Any]:
     weights = (weight_of(each.sites) for state in states for each in state.parameters)
     return {id(weight.codec): weight.codec for weight in weights if weight is not None}.values()
+
+
+def _use_kernels(states: Sequence[LayerState]) -> None:
+    """What decodes and encodes on a GPU, takes a kernel."""
+    for codec in _codecs_in(states):
+        codec.use(FusedOnMeta())
+    wires = [chunk.wire for state in states for chunk in state.chunks]
+    stages = [stage for account in accounts_of(states) for stage in account.flow.stages]
+    for each in (*wires, *stages):
+        if isinstance(each, Coded | CodedReduceScatter):
+            each.rows.use(FusedOnMeta())
 
 
 def _name_of(state: LayerState) -> str:

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .blocks import FLOAT8_MAX, INT8_MAX
+from .blocks import FLOAT8_MAX, INT8_MAX, FourBits, Kernels, kernels_on
 from .sections import SCALES_NUMEL, QuantizedTensor
 
 __all__: list[str] = []
@@ -100,6 +101,48 @@ class Codec(ABC):
         """
 
     _chosen: Callable[[range], Iterable[int]] = staticmethod(iter)
+    _at_once: Callable[[QuantizedTensor, int, Tensor], None] | None = None
+
+    def pairs(self) -> FourBits | None:
+        """How a kernel reads its codes. None: no kernel does."""
+        return None
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on `decode` takes them, if they read its codes."""
+        kind = self.pairs()
+        if kind is not None:
+            self._at_once = partial(kernels.decode_pairs, kind)
+
+    def use_kernels_on(self, device: torch.device) -> None:
+        """From now on `decode` takes those for `device`, if there are some."""
+        kind = self.pairs()
+        if kind is None:
+            return
+
+        def alike(kernels: Kernels) -> bool:
+            return self._as_in_slices(partial(kernels.decode_pairs, kind), device)
+
+        kernels = kernels_on(device, alike, type(self).__name__)
+        if kernels is not None:
+            self.use(kernels)
+
+    def _as_in_slices(
+        self, decode: Callable[[QuantizedTensor, int, Tensor], None], device: torch.device
+    ) -> bool:
+        """Compares what they make of values of many magnitudes, from an odd place on, and with a
+        short block at the end.
+        """
+        values = torch.linspace(-4, 4, 2**15 + 77, device=device).pow(7)
+        quantized = self.quantize(values)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for start in (0, 4099):
+                found = torch.zeros_like(values[start:], dtype=dtype)
+                expected = torch.zeros_like(found)
+                decode(quantized, start, found)
+                self.decode_in_slices(quantized, start, expected)
+                if not found.equal(expected):
+                    return False
+        return True
 
     def choose_slices(self, chosen: Callable[[range], Iterable[int]]) -> None:
         """From now on `decode` decodes those slices alone that `chosen` gives of the places where
@@ -111,6 +154,10 @@ class Codec(ABC):
         """Writes the elements `[start, start + len(out))` of the flattened tensor into `out`, 1-D,
         of any floating dtype.
         """
+        (self._at_once or self.decode_in_slices)(quantized, start, out)
+
+    def decode_in_slices(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
+        """Does what `decode` does, by torch's operations."""
         unit, stop = self.unit(quantized.shape), start + out.numel()
         step = self.slice_numel(quantized.shape)
         for low in self._chosen(range(start // unit * unit, stop, step)):
@@ -376,8 +423,11 @@ class NF4Codec(BlockCodec):
         super().__init__(block_size)
         values = torch.tensor(NF4_VALUES)
         self._borders: list[float] = ((values[1:] + values[:-1]) / 2).tolist()
-        self._table = PairTable(NF4_VALUES, device, first=4)
+        self._table, self._values = PairTable(NF4_VALUES, device, first=4), values.to(device)
         self._kernel = nf4_kernel(block_size, device, self._decoded)
+
+    def pairs(self) -> FourBits:
+        return FourBits(self._values, 4, self.block_size, None)
 
     def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         largest = self.blocked(values).abs().amax(1)
@@ -431,6 +481,9 @@ class DoubleNF4Codec(NF4Codec):
         )
         self._dynamic = values.to(device)
 
+    def pairs(self) -> FourBits:
+        return super().pairs()._replace(scales=self._dynamic)
+
     def scales(self, statistics: Tensor) -> dict[str, Tensor]:
         offset = statistics.mean() if statistics.numel() else statistics.new_zeros(())
         centred = statistics - offset
@@ -446,18 +499,27 @@ class DoubleNF4Codec(NF4Codec):
             "offset": offset.view(1),
         }
 
+    def decode(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
+        self._common(quantized)
+        super().decode(quantized, start, out)
+
     def read_scales(self, quantized: QuantizedTensor, first: int, last: int) -> Tensor:
+        scales, offset = self._common(quantized)
+        size = quantized.scales_together
+        group = first // size
+        common = scales[group : -(-last // size), None].expand(-1, size).reshape(-1)
+        begin = first - group * size
+        values = self._dynamic.index_select(0, quantized.scales[first:last].int())
+        return values.mul_(common[begin : begin + last - first]).add_(offset)
+
+    def _common(self, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
+        """The scales of the scales, and their offset."""
         if quantized.scale_scales is None or quantized.offset is None:
             raise ValueError(
                 "the tensor was quantised with double_quant=False: dequantise it with the format "
                 "that quantised it"
             )
-        size = quantized.scales_together
-        group = first // size
-        common = quantized.scale_scales[group : -(-last // size), None].expand(-1, size).reshape(-1)
-        begin = first - group * size
-        values = self._dynamic.index_select(0, quantized.scales[first:last].int())
-        return values.mul_(common[begin : begin + last - first]).add_(quantized.offset)
+        return quantized.scale_scales, quantized.offset
 
 
 def dynamic_values() -> Tensor:
@@ -532,9 +594,9 @@ class MXFP4Codec(BlockCodec):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(MXFP4_BLOCK_NUMEL)
-        self._table = PairTable(
-            (*MXFP4_MAGNITUDES, *(-value for value in MXFP4_MAGNITUDES)), device, first=0
-        )
+        signed = (*MXFP4_MAGNITUDES, *(-value for value in MXFP4_MAGNITUDES))
+        self._table = PairTable(signed, device, first=0)
+        self._values = torch.tensor(signed, device=device)
         values = torch.tensor(MXFP4_MAGNITUDES)
         borders = (values[1:] + values[:-1]) / 2
         # The middle between two magnitudes is rounded to the even code, which is the upper one of
@@ -544,6 +606,9 @@ class MXFP4Codec(BlockCodec):
         powers = 2.0 ** (torch.arange(256, dtype=torch.float64) - _BIAS)
         powers[_NOT_A_NUMBER] = torch.nan
         self._powers = powers.float().to(device)
+
+    def pairs(self) -> FourBits:
+        return FourBits(self._values, 0, self.block_size, self._powers)
 
     def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         largest = self.blocked(values).abs().amax(1)

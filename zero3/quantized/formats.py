@@ -60,7 +60,9 @@ class Format(ABC):
         """The tables and functions of this format on `device`. Making it may wait for the
         device.
         """
-        return self._codec(device)
+        codec = self._codec(device)
+        codec.use_kernels_on(device)
+        return codec
 
     def sections(self, shape: Shape) -> tuple[Section, ...]:
         """Where the parts of a tensor of this shape lie in its bytes."""

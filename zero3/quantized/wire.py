@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .blocks import decode_blocks, encode_blocks, uniform
+from .blocks import Kernels, decode_blocks, encode_blocks, kernels_on, uniform
 from .formats import Float8, Format, Int8
 from .sections import aligned
 
@@ -54,15 +54,27 @@ class Row:
     may be short.
     """
 
-    def __init__(self, kind: Format, numel: int) -> None:
+    def __init__(self, kind: Format, numel: int, kernels: Kernels | None) -> None:
         self.nbytes = kind.nbytes((numel,))
         self._kind, self.numel, self._size = kind, numel, block_size(kind)
+        self._kernels = kernels
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on it is encoded, and decoded, by them."""
+        self._kernels = kernels
 
     def encode(self, pieces: Sequence[Tensor], raw: Tensor, work: Workspace, key: int = 0) -> None:
         """Writes `pieces`, which side by side make the tensor, into the bytes `raw` `[nbytes]`.
         `key`: of the random numbers.
         """
         start, stored = 0, self._kind.seen(raw, (self.numel,))
+        if self._kernels is not None:
+            for values in _in_blocks(pieces, self._size):
+                codes, scales = stored.codes[start:], stored.scales[start // self._size :]
+                noisy = (start, key) if is_stochastic(self._kind) else None
+                self._kernels.encode(values, codes, scales, self._size, noisy)
+                start += values.numel()
+            return
         for values in _at_once(pieces, work.numel):
             for low, count, size in self._blocks(start, values.numel()):
                 place = slice(low, low + count * size)
@@ -83,6 +95,9 @@ class Row:
         which then is float32.
         """
         stored = self._kind.seen(raw, (self.numel,))
+        if self._kernels is not None:
+            self._kernels.decode(stored.codes, stored.scales, out, self._size, add=add)
+            return
         for start in range(0, self.numel, work.numel or 1):
             for low, count, size in self._blocks(start, min(work.numel, self.numel - start)):
                 place = slice(low, low + count * size)
@@ -106,11 +121,17 @@ class Row:
 class Rows:
     """One row for each rank, side by side in the bytes of a message to all, or from all.
 
-    Behind each row there is room for `trailer` bytes.
+    Behind each row there is room for `trailer` bytes. `kernels`: see `row_kernels_on`.
     """
 
-    def __init__(self, kind: Format, lengths: Sequence[int], trailer: int = 0) -> None:
-        made = {length: Row(kind, length) for length in lengths}
+    def __init__(
+        self,
+        kind: Format,
+        lengths: Sequence[int],
+        trailer: int = 0,
+        kernels: Kernels | None = None,
+    ) -> None:
+        made = {length: Row(kind, length, kernels) for length in lengths}
         self._rows = [made[length] for length in lengths]
         self._trailer = trailer
         sizes = (row.nbytes + aligned(trailer) for row in self._rows)
@@ -121,6 +142,11 @@ class Rows:
     @property
     def nbytes(self) -> int:
         return self._starts[-1]
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on rows are encoded, and decoded, by them."""
+        for row in self._rows:
+            row.use(kernels)
 
     def __getitem__(self, rank: int) -> Row:
         return self._rows[rank]
@@ -156,6 +182,29 @@ class Rows:
         return Workspace(min(most, self._longest), size, device, random=is_stochastic(self._kind))
 
 
+def row_kernels_on(device: torch.device, kind: Format) -> Kernels | None:
+    """The kernels for rows on `device`. None: torch's operations do it."""
+    return kernels_on(device, lambda kernels: _alike(kernels, kind, device), kind)
+
+
+def _alike(kernels: Kernels, kind: Format, device: torch.device) -> bool:
+    """Compares what both make of a slice over many magnitudes, with a short block at its end."""
+    numel = 3 * block_size(kind) + 5
+    values = torch.linspace(-4, 4, numel, device=device).pow(7)
+    seen: list[list[Tensor]] = []
+    for each in (None, kernels):
+        rows, made = Rows(kind, [numel], 0, each), [torch.ones_like(values)]
+        work = rows.work(device)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            raw, out = rows.empty(device).zero_(), torch.empty_like(values, dtype=dtype)
+            rows[0].encode([values.to(dtype)], raw, work, 3)
+            rows[0].decode(raw, out, work)
+            rows[0].decode(raw, made[0], work, add=True)
+            made += [raw, out]
+        seen.append(made)
+    return all(one.equal(other) for one, other in zip(*seen, strict=True))
+
+
 def block_size(kind: Format) -> int:
     """The length of the blocks of a 1-D tensor."""
     if isinstance(kind, Int8):
@@ -188,3 +237,26 @@ def _at_once(pieces: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
                 parts, room = [], numel
     if parts:
         yield torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _in_blocks(pieces: Sequence[Tensor], size: int) -> Iterator[Tensor]:
+    """The pieces side by side, in views of whole blocks, as long as they can be. A block in which
+    pieces meet is a copy; the last may be short.
+    """
+    parts: list[Tensor] = []
+    room = size
+    for piece in pieces:
+        start = min(room, piece.numel()) if parts else 0
+        if start:
+            parts.append(piece[:start])
+            room -= start
+        if parts and not room:
+            yield torch.cat(parts)
+            parts, room = [], size
+        stop = piece.numel() - (piece.numel() - start) % size
+        if stop > start:
+            yield piece[start:stop]
+        if stop < piece.numel():
+            parts, room = [piece[stop:]], size - (piece.numel() - stop)
+    if parts:
+        yield torch.cat(parts)

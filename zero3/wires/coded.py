@@ -27,13 +27,14 @@ from ..core.flow import Travelling, take_gradients
 from ..core.gradient_buffer import GradientBuffer
 from ..core.layout import ChunkLayout
 from ..quantized.formats import Format, Int8
-from ..quantized.wire import Row, Rows, Workspace
+from ..quantized.wire import Row, Rows, Workspace, row_kernels_on
 
 __all__: list[str] = []
 
 
-def _rows_of(kind: Format, layout: ChunkLayout, trailer: int = 0) -> Rows:
-    return Rows(kind, [layout.chunk_numel(rank) for rank in range(layout.world_size)], trailer)
+def _rows_of(kind: Format, layout: ChunkLayout, device: torch.device, trailer: int = 0) -> Rows:
+    lengths = [layout.chunk_numel(rank) for rank in range(layout.world_size)]
+    return Rows(kind, lengths, trailer, row_kernels_on(device, kind))
 
 
 class Coded:
@@ -43,8 +44,8 @@ class Coded:
 
     decodes = True
 
-    def __init__(self, kind: Format, layout: ChunkLayout) -> None:
-        self._rows = _rows_of(kind, layout)
+    def __init__(self, kind: Format, layout: ChunkLayout, device: torch.device) -> None:
+        self.rows = _rows_of(kind, layout, device)
         self._plain = Plain()  # how it travels while it is frozen
 
     def rounds(self, chunk: Chunk) -> bool:
@@ -53,16 +54,16 @@ class Coded:
     def room(self, chunk: Chunk, full: Tensor, among: Placement) -> Room:
         if not chunk.shard.requires_grad:
             return self._plain.room(chunk, full, among)
-        received, work = self._rows.empty(chunk.device), self._rows.work(chunk.device)
-        own = self._rows.of(received, chunk.index)
-        return Room(received, own, passing(chunk), self._rows.bounds, work)
+        received, work = self.rows.empty(chunk.device), self.rows.work(chunk.device)
+        own = self.rows.of(received, chunk.index)
+        return Room(received, own, passing(chunk), self.rows.bounds, work)
 
     @torch.no_grad()
     def put(self, chunk: Chunk, room: Room) -> Tensor:
         if room.work is None or room.own is None:
             return self._plain.put(chunk, room)
         values = chunk.store.lend(chunk.shard.data, room.lent)
-        self._rows[chunk.index].encode([values], room.own, room.work)
+        self.rows[chunk.index].encode([values], room.own, room.work)
         return room.own
 
     def behind(self, chunk: Chunk, room: Room, full: Tensor) -> Callable[[], None] | None:
@@ -73,15 +74,15 @@ class Coded:
         layout = chunk.layout
         for rank in range(layout.world_size):
             out = full[slice(*layout.chunk_range(rank))]
-            self._rows[rank].decode(self._rows.of(room.received, rank), out, room.work)
+            self.rows[rank].decode(self.rows.of(room.received, rank), out, room.work)
 
     def as_gathered(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if not chunk.shard.requires_grad:
             return self._plain.as_gathered(chunk, dtype)
         # where it is encoded for a gather, so that the bits are the same
         values = chunk.store.lend(chunk.shard.data, passing(chunk))
-        row, out = self._rows[chunk.index], torch.empty_like(values, dtype=dtype)
-        raw, work = out.new_empty(row.nbytes, dtype=torch.uint8), self._rows.work(out.device)
+        row, out = self.rows[chunk.index], torch.empty_like(values, dtype=dtype)
+        raw, work = out.new_empty(row.nbytes, dtype=torch.uint8), self.rows.work(out.device)
         row.encode([values], raw, work)
         row.decode(raw, out, work)
         return out
@@ -100,7 +101,7 @@ class CodedReduceScatter:
     ) -> None:
         layout = chunk.layout
         self._slots = len(layout.slots)
-        self._rows = _rows_of(kind, layout, self._slots)
+        self.rows = _rows_of(kind, layout, chunk.device, self._slots)
         self._layout, self._index, self._subject = layout, chunk.index, subject
         self._seed = kind.seed if isinstance(kind, Int8) and kind.stochastic else None
         self._origin = crc32(
@@ -110,7 +111,7 @@ class CodedReduceScatter:
 
     def take_room(self, gradient: Travelling, buffer: GradientBuffer) -> None:
         take_gradients(gradient, buffer, torch.float32)
-        chunk, rows = gradient.account.chunk, self._rows
+        chunk, rows = gradient.account.chunk, self.rows
         numel = chunk.shard.numel() + self._slots
         gradient.summed = torch.empty(numel, dtype=torch.float32, device=chunk.device)
         sent = rows.empty(chunk.device)
@@ -124,7 +125,7 @@ class CodedReduceScatter:
         self._count += 1
 
     def __call__(self, gradient: Travelling) -> Pending:
-        rows, full, pieces = self._rows, gradient.full, gradient.pieces
+        rows, full, pieces = self.rows, gradient.full, gradient.pieces
         sent, received, work = gradient.work
         for rank in range(self._layout.world_size):
             slices = (
