@@ -131,7 +131,7 @@ class OneByOne:
             encode_blocks(part[None], codes[None, place], scales[number : number + 1], work, random)
 
     def decode(self, codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:
-        for number, part in enumerate(out.split(size)):
+        for number, part in enumerate(out.split(size) if len(out) else ()):
             code = codes[None, number * size : number * size + len(part)]
             decode_blocks(code, scales[number : number + 1], part[None], torch.empty(len(part)), add=add)
 

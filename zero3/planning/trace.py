@@ -109,10 +109,7 @@ class Trace:
         self._observer = _Observer(self.ledger, [self._root, *states])
         for state in states:
             self._observer.watch(state)
-        for codec in _codecs_in(states):
-            codec.choose_slices(self._alike.first)
-        if device == "cuda":
-            _use_kernels(states)
+        self._read_codes(states, device)
         self.optimizer = _made(optimizer, get_trainable_chunk(self.model))
         if device == "cuda" and not self.offloads:
             self._step_as_on_cuda()
@@ -125,6 +122,19 @@ class Trace:
         self._accumulating, self._tell = accumulating, tell
         self._peaks: dict[tuple[int, int, int, bool], int] = {}
         self._begins: Callable[[], object] = _ignore  # called at each micro-batch
+
+    def _read_codes(self, states: Sequence[LayerState], device: str) -> None:
+        """A GPU takes a kernel, a CPU one slice after another, of which the first will do."""
+        codecs = _codecs_in(states)
+        for codec in codecs:
+            codec.choose_slices(self._alike.first)
+        if device != "cuda":
+            return
+        wires = [chunk.wire for state in states for chunk in state.chunks]
+        stages = [stage for account in accounts_of(states) for stage in account.flow.stages]
+        coded = [e for e in (*wires, *stages) if isinstance(e, Coded | CodedReduceScatter)]
+        for user in (*codecs, *(each.rows for each in coded)):
+            user.use(FusedOnMeta())
 
     @property
     def _root(self) -> LayerState:
@@ -355,17 +365,6 @@ def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.
 def _codecs_in(states: Iterable[LayerState]) -> Iterable[Any]:
     weights = (weight_of(each.sites) for state in states for each in state.parameters)
     return {id(weight.codec): weight.codec for weight in weights if weight is not None}.values()
-
-
-def _use_kernels(states: Sequence[LayerState]) -> None:
-    """What decodes and encodes on a GPU, takes a kernel."""
-    for codec in _codecs_in(states):
-        codec.use(FusedOnMeta())
-    wires = [chunk.wire for state in states for chunk in state.chunks]
-    stages = [stage for account in accounts_of(states) for stage in account.flow.stages]
-    for each in (*wires, *stages):
-        if isinstance(each, Coded | CodedReduceScatter):
-            each.rows.use(FusedOnMeta())
 
 
 def _name_of(state: LayerState) -> str:
