@@ -57,22 +57,22 @@ class Row:
     def __init__(self, kind: Format, numel: int, kernels: Kernels | None) -> None:
         self.nbytes = kind.nbytes((numel,))
         self._kind, self.numel, self._size = kind, numel, block_size(kind)
-        self._kernels = kernels
+        self.kernels = kernels
 
     def use(self, kernels: Kernels) -> None:
         """From now on it is encoded, and decoded, by them."""
-        self._kernels = kernels
+        self.kernels = kernels
 
     def encode(self, pieces: Sequence[Tensor], raw: Tensor, work: Workspace, key: int = 0) -> None:
         """Writes `pieces`, which side by side make the tensor, into the bytes `raw` `[nbytes]`.
         `key`: of the random numbers.
         """
         start, stored = 0, self._kind.seen(raw, (self.numel,))
-        if self._kernels is not None:
+        if self.kernels is not None:
             for values in _in_blocks(pieces, self._size):
                 codes, scales = stored.codes[start:], stored.scales[start // self._size :]
                 noisy = (start, key) if is_stochastic(self._kind) else None
-                self._kernels.encode(values, codes, scales, self._size, noisy)
+                self.kernels.encode(values, codes, scales, self._size, noisy)
                 start += values.numel()
             return
         for values in _at_once(pieces, work.numel):
@@ -95,8 +95,8 @@ class Row:
         which then is float32.
         """
         stored = self._kind.seen(raw, (self.numel,))
-        if self._kernels is not None:
-            self._kernels.decode(stored.codes, stored.scales, out, self._size, add=add)
+        if self.kernels is not None:
+            self.kernels.decode(stored.codes, stored.scales, out, self._size, add=add)
             return
         for start in range(0, self.numel, work.numel or 1):
             for low, count, size in self._blocks(start, min(work.numel, self.numel - start)):
@@ -176,10 +176,11 @@ class Rows:
             return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def work(self, device: torch.device) -> Workspace:
-        """Memory to work on one row after another."""
+        """Memory to work on one row after another. Kernels need none."""
         size = block_size(self._kind)
         most = max(1, (_AT_ONCE_ON_CPU if device.type == "cpu" else _AT_ONCE) // size) * size
-        return Workspace(min(most, self._longest), size, device, random=is_stochastic(self._kind))
+        numel = 0 if self._rows[0].kernels is not None else min(most, self._longest)
+        return Workspace(numel, size, device, random=is_stochastic(self._kind))
 
 
 def row_kernels_on(device: torch.device, kind: Format) -> Kernels | None:
