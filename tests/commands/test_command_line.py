@@ -176,10 +176,6 @@ def test_export_that_fails_leaves_nothing(
         assert main(["export", str(llama[0]), str(tmp_path / "out")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "out.unfinished").mkdir()  # of an export that was killed
-    (tmp_path / "out.unfinished" / "model.safetensors").write_text("half")
-    assert main(["export", str(llama[0]), str(tmp_path / "out")]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class Keeping(torch.nn.Linear):

@@ -107,13 +107,6 @@ def test_a_failed_conversion_leaves_nothing(
         assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_conversion_left_is_taken_away(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "out.unfinished").mkdir()
-    (tmp_path / "out.unfinished" / "part").touch()
-    convert(run, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_what_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert "no such file or directory" in fails(capsys, tmp_path / "nowhere", out)

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 pytest tests/quantized/test_fused.py    as Triton's interpret
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.quantized.test_wire import drawn
-from zero3 import MXFP4, NF4
+from zero3 import MXFP4, NF4, Float8, Int8
 
 REAL = torch.cuda.is_available() and "tests.device.simulated" not in sys.modules
 DEVICE = torch.device("cuda" if REAL else "cpu")
@@ -106,15 +107,18 @@ def test_values_of_blocks(fused: Any, kind: torch.dtype, size: int) -> None:
     assert total.equal(expected + 0.1)
 
 
-FOUR_BITS = [NF4(), NF4(double_quant=False), NF4(block_size=128), MXFP4()]
+AT_REST = [NF4(), NF4(double_quant=False), NF4(block_size=128), MXFP4(), Int8(), Int8(block_size=7), Float8(), Float8(block=(9, 5))]
 
 
-@pytest.mark.parametrize("kind", FOUR_BITS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize(("start", "stop"), [(0, 70_001), (1, 70_001), (4099, 4100), (64, 4160)])
-def test_values_of_four_bits(fused: Any, kind: Any, start: int, stop: int) -> None:
-    quantized, codec = kind.quantize(drawn(70_001, 1, torch.float32).to(DEVICE)), kind.codec(DEVICE)
-    for dtype in EXACT:
+@pytest.mark.parametrize("kind", AT_REST, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("shape", [(130, 257), (3, 10, 77), (5000,)])
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (1, 1), (4099, 1500)])
+def test_values_of_tensors_at_rest(fused: Any, kind: Any, shape: tuple[int, ...], start: int, stop: int) -> None:
+    """From the element `start` on, without the last `stop`."""
+    quantized, codec = kind.quantize(drawn(math.prod(shape), 1, torch.float32).view(shape).to(DEVICE)), kind.codec(DEVICE)
+    start, stop = start % quantized.numel, quantized.numel - stop
+    for dtype in EXACT if start < stop else ():
         expected, found = (torch.zeros(stop - start, dtype=dtype, device=DEVICE) for _ in range(2))
         codec.decode_in_slices(quantized, start, expected)
-        fused.decode_pairs(codec.pairs(), quantized, start, found)
+        codec.decode_by(fused, quantized, start, found)
         assert found.equal(expected)

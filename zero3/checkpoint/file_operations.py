@@ -4,14 +4,17 @@ record it and make it fail.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
 __all__: list[str] = []
 
+_MARK = ".zero3"  # in a directory of what is not finished
 _AT_ONCE = 512  # buffers a call: below the limit of any system (IOV_MAX)
 
 
@@ -95,6 +98,46 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def becoming(path: Path) -> Iterator[Path]:
+    """Yields a place to write a file or a directory to, which becomes `path` at the end; nothing,
+    or an empty directory, is there. What raises inside leaves nothing. What a killed process has
+    left is taken away.
+
+    Raises:
+        ValueError: Another process writes it at this moment, or has written it; or where it would
+            be written lies something else.
+    """
+    around = path.with_name(f"{path.name}.unfinished")
+    make_directory(path.parent)
+    try:
+        around.mkdir()
+    except FileExistsError:
+        if not (around / _MARK).is_file():
+            raise ValueError(
+                f"{around} is there already, where {path} is written first: move it away"
+            ) from None
+    with (around / _MARK).open("a") as mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(mark.fileno()), (around / _MARK).stat())
+        except OSError:  # the other one has it, or has just taken it away
+            mine = False
+        if not mine:
+            raise ValueError(f"another process writes {path}")
+        try:
+            remove(around / path.name)
+            yield around / path.name
+            if path.is_dir():
+                path.rmdir()
+            elif os.path.lexists(path):
+                raise ValueError(f"{path} is there already: another process has written it")
+            replace(around / path.name, path)
+            sync_directory(path.absolute().parent)
+        finally:
+            remove(around)
 
 
 def _without(views: list[memoryview], count: int) -> Iterator[memoryview]:

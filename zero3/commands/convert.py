@@ -86,16 +86,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _write(found: Run, options: argparse.Namespace) -> None:
-    temporary = options.output.with_name(f"{options.output.name}.unfinished")
-    file_operations.remove(temporary)  # of a conversion that was killed
-    try:
-        with progress(found.nbytes, "writing") as advance:
-            _FORMATS[options.to].write(found, temporary, advance)
-        os.rename(temporary, options.output)
-        file_operations.sync_directory(options.output.absolute().parent)
-    except BaseException:
-        file_operations.remove(temporary)
-        raise
+    with (
+        file_operations.becoming(options.output) as temporary,
+        progress(found.nbytes, "writing") as advance,
+    ):
+        _FORMATS[options.to].write(found, temporary, advance)
 
 
 def _check_output(options: argparse.Namespace) -> None:

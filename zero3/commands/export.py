@@ -59,17 +59,9 @@ def run(options: argparse.Namespace) -> None:
     with progress(sum(found.files[name].nbytes for name in names), "verifying") as advance:
         for name in names:
             advance(manifest.verify(found, [name], 0, 1))
-    temporary = options.output.with_name(f"{options.output.name}.unfinished")
-    file_operations.remove(temporary)  # of an export that was killed
-    try:
+    with file_operations.becoming(options.output) as temporary:
         file_operations.make_directory(temporary)
         _write_all(found, shards, temporary, options.beside)
-        if options.output.is_dir():
-            options.output.rmdir()
-        os.replace(temporary, options.output)
-    except BaseException:
-        file_operations.remove(temporary)
-        raise
     if extra := found.content["extra_states"]:
         print(
             f"zero3: safetensors files hold tensors only, so this was left out: {', '.join(extra)}",

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm.plain_values import name_of
-from ..quantized.blocks import FourBits
+from ..quantized.blocks import FourBits, Tiles
 from ..quantized.sections import QuantizedTensor
 
 __all__: list[str] = []
@@ -121,6 +121,10 @@ class FusedOnMeta:
     def decode(codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:
         values = codes[: out.numel()]
         out.add_(values) if add else out.copy_(values)
+
+    @staticmethod
+    def decode_tiles(kind: Tiles, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
+        out.copy_(quantized.codes[start : start + out.numel()])
 
     @staticmethod
     def decode_pairs(kind: FourBits, quantized: QuantizedTensor, start: int, out: Tensor) -> None:

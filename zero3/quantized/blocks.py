@@ -120,6 +120,17 @@ class FourBits(NamedTuple):
     scales: Tensor | None  # what a scale's byte stands for, float32. None: it stands for itself
 
 
+class Tiles(NamedTuple):
+    """Which elements of matrices one after another share a scale: tiles, smaller at a matrix's
+    lower and right edge.
+    """
+
+    rows: int  # of a matrix
+    columns: int
+    height: int  # of a tile
+    width: int
+
+
 class Kernels(Protocol):
     """The module `fused`."""
 
@@ -133,6 +144,9 @@ class Kernels(Protocol):
     ) -> None: ...
     def decode(
         self, codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool
+    ) -> None: ...
+    def decode_tiles(
+        self, kind: Tiles, quantized: QuantizedTensor, start: int, out: Tensor
     ) -> None: ...
     def decode_pairs(
         self, kind: FourBits, quantized: QuantizedTensor, start: int, out: Tensor

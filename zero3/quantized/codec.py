@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .blocks import FLOAT8_MAX, INT8_MAX, FourBits, Kernels, kernels_on
+from .blocks import FLOAT8_MAX, INT8_MAX, FourBits, Kernels, Tiles, kernels_on
 from .sections import SCALES_NUMEL, QuantizedTensor
 
 __all__: list[str] = []
@@ -101,44 +101,34 @@ class Codec(ABC):
         """
 
     _chosen: Callable[[range], Iterable[int]] = staticmethod(iter)
-    _at_once: Callable[[QuantizedTensor, int, Tensor], None] | None = None
+    _kernels: Kernels | None = None
 
-    def pairs(self) -> FourBits | None:
-        """How a kernel reads its codes. None: no kernel does."""
-        return None
+    @abstractmethod
+    def decode_by(
+        self, kernels: Kernels, quantized: QuantizedTensor, start: int, out: Tensor
+    ) -> None:
+        """Does what `decode` does, in one kernel."""
 
     def use(self, kernels: Kernels) -> None:
-        """From now on `decode` takes them, if they read its codes."""
-        kind = self.pairs()
-        if kind is not None:
-            self._at_once = partial(kernels.decode_pairs, kind)
+        """From now on `decode` takes them."""
+        self._kernels = kernels
 
     def use_kernels_on(self, device: torch.device) -> None:
         """From now on `decode` takes those for `device`, if there are some."""
-        kind = self.pairs()
-        if kind is None:
-            return
+        alike = partial(self._as_in_slices, device)
+        self._kernels = kernels_on(device, alike, type(self).__name__)
 
-        def alike(kernels: Kernels) -> bool:
-            return self._as_in_slices(partial(kernels.decode_pairs, kind), device)
-
-        kernels = kernels_on(device, alike, type(self).__name__)
-        if kernels is not None:
-            self.use(kernels)
-
-    def _as_in_slices(
-        self, decode: Callable[[QuantizedTensor, int, Tensor], None], device: torch.device
-    ) -> bool:
-        """Compares what they make of values of many magnitudes, from an odd place on, and with a
-        short block at the end.
+    def _as_in_slices(self, device: torch.device, kernels: Kernels) -> bool:
+        """Compares what they make of values of many magnitudes, from an odd place on, and with
+        short blocks at the ends.
         """
-        values = torch.linspace(-4, 4, 2**15 + 77, device=device).pow(7)
+        values = torch.linspace(-4, 4, 175 * 187, device=device).pow(7).view(175, 187)
         quantized = self.quantize(values)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for start in (0, 4099):
-                found = torch.zeros_like(values[start:], dtype=dtype)
+                found = torch.zeros_like(values.view(-1)[start:], dtype=dtype)
                 expected = torch.zeros_like(found)
-                decode(quantized, start, found)
+                self.decode_by(kernels, quantized, start, found)
                 self.decode_in_slices(quantized, start, expected)
                 if not found.equal(expected):
                     return False
@@ -154,7 +144,10 @@ class Codec(ABC):
         """Writes the elements `[start, start + len(out))` of the flattened tensor into `out`, 1-D,
         of any floating dtype.
         """
-        (self._at_once or self.decode_in_slices)(quantized, start, out)
+        if self._kernels is None:
+            self.decode_in_slices(quantized, start, out)
+        else:
+            self.decode_by(self._kernels, quantized, start, out)
 
     def decode_in_slices(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         """Does what `decode` does, by torch's operations."""
@@ -275,6 +268,11 @@ class PairTable:
 class Int8Codec(BlockCodec):
     """Codes from -127 to 127, times one float32 for each block."""
 
+    def decode_by(
+        self, kernels: Kernels, quantized: QuantizedTensor, start: int, out: Tensor
+    ) -> None:
+        kernels.decode_tiles(Tiles(1, self.block_size, 1, self.block_size), quantized, start, out)
+
     def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         return self.blocked(values).abs().amax(1) / INT8_MAX
 
@@ -308,6 +306,12 @@ class Float8Codec(Codec):
         self._values = (
             torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
         )
+
+    def decode_by(
+        self, kernels: Kernels, quantized: QuantizedTensor, start: int, out: Tensor
+    ) -> None:
+        rows, columns = (max(1, size) for size in _matrix(quantized.shape))
+        kernels.decode_tiles(Tiles(rows, columns, self._height, self._width), quantized, start, out)
 
     def widened(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
         rows, columns = _matrix(shape)
@@ -423,11 +427,14 @@ class NF4Codec(BlockCodec):
         super().__init__(block_size)
         values = torch.tensor(NF4_VALUES)
         self._borders: list[float] = ((values[1:] + values[:-1]) / 2).tolist()
-        self._table, self._values = PairTable(NF4_VALUES, device, first=4), values.to(device)
+        self._table = PairTable(NF4_VALUES, device, first=4)
+        self._pairs = FourBits(values.to(device), 4, block_size, None)
         self._kernel = nf4_kernel(block_size, device, self._decoded)
 
-    def pairs(self) -> FourBits:
-        return FourBits(self._values, 4, self.block_size, None)
+    def decode_by(
+        self, kernels: Kernels, quantized: QuantizedTensor, start: int, out: Tensor
+    ) -> None:
+        kernels.decode_pairs(self._pairs, quantized, start, out)
 
     def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         largest = self.blocked(values).abs().amax(1)
@@ -480,9 +487,7 @@ class DoubleNF4Codec(NF4Codec):
             .to(device)
         )
         self._dynamic = values.to(device)
-
-    def pairs(self) -> FourBits:
-        return super().pairs()._replace(scales=self._dynamic)
+        self._pairs = self._pairs._replace(scales=self._dynamic)
 
     def scales(self, statistics: Tensor) -> dict[str, Tensor]:
         offset = statistics.mean() if statistics.numel() else statistics.new_zeros(())
@@ -596,7 +601,6 @@ class MXFP4Codec(BlockCodec):
         super().__init__(MXFP4_BLOCK_NUMEL)
         signed = (*MXFP4_MAGNITUDES, *(-value for value in MXFP4_MAGNITUDES))
         self._table = PairTable(signed, device, first=0)
-        self._values = torch.tensor(signed, device=device)
         values = torch.tensor(MXFP4_MAGNITUDES)
         borders = (values[1:] + values[:-1]) / 2
         # The middle between two magnitudes is rounded to the even code, which is the upper one of
@@ -606,9 +610,14 @@ class MXFP4Codec(BlockCodec):
         powers = 2.0 ** (torch.arange(256, dtype=torch.float64) - _BIAS)
         powers[_NOT_A_NUMBER] = torch.nan
         self._powers = powers.float().to(device)
+        self._pairs = FourBits(
+            torch.tensor(signed, device=device), 0, MXFP4_BLOCK_NUMEL, self._powers
+        )
 
-    def pairs(self) -> FourBits:
-        return FourBits(self._values, 0, self.block_size, self._powers)
+    def decode_by(
+        self, kernels: Kernels, quantized: QuantizedTensor, start: int, out: Tensor
+    ) -> None:
+        kernels.decode_pairs(self._pairs, quantized, start, out)
 
     def statistics(self, values: Tensor, shape: Shape, start: int) -> Tensor:
         largest = self.blocked(values).abs().amax(1)

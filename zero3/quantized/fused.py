@@ -7,6 +7,7 @@ A kernel runs in the current stream. `kernels_on` imports this file.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from torch import Tensor
 from triton import language as tl
 from triton.runtime import driver
 
-from .blocks import FLOAT8_MAX, INT8_MAX, FourBits
+from .blocks import FLOAT8_MAX, INT8_MAX, FourBits, Tiles
 from .sections import QuantizedTensor
 
 __all__: list[str] = []
@@ -46,9 +47,15 @@ def encode(
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:
     """Writes what blocks of `size` elements stand for into `out` `[n]`, or adds it there."""
-    grid = (triton.cdiv(out.numel(), _TILE),)
-    with _on(out):  # not fused, a product is rounded before something is added
-        _decode[grid](codes, scales, out, out.numel(), size, add, _TILE, enable_fp_fusion=False)
+    _run(_decode, codes, scales, out, 0, out.numel(), 1, size, 1, size, add, _TILE)
+
+
+def decode_tiles(kind: Tiles, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
+    """Writes the elements `[start, start + len(out))`, of codes of eight bits, into `out`, 1-D, of
+    any floating dtype.
+    """
+    numbers = (start, out.numel(), *kind, False, _TILE)
+    _run(_decode, quantized.codes, quantized.scales, out, *numbers)
 
 
 def decode_pairs(kind: FourBits, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
@@ -57,10 +64,13 @@ def decode_pairs(kind: FourBits, quantized: QuantizedTensor, start: int, out: Te
     """
     tables = (kind.values, kind.scales, quantized.scale_scales, quantized.offset)
     numbers = (start, out.numel(), kind.size, kind.first, quantized.scales_together, _TILE)
-    with _on(out):
-        _decode_pairs[(triton.cdiv(out.numel(), _TILE),)](
-            quantized.codes, quantized.scales, *tables, out, *numbers, enable_fp_fusion=False
-        )
+    _run(_decode_pairs, quantized.codes, quantized.scales, out, *tables, *numbers)
+
+
+def _run(kernel: Any, codes: Tensor, scales: Tensor, out: Tensor, *more: Any) -> None:
+    grid = (triton.cdiv(out.numel(), _TILE),)
+    with _on(out):  # not fused, a product is rounded before something is added
+        kernel[grid](codes, scales, out, *more, enable_fp_fusion=False)
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[None]:
@@ -110,25 +120,39 @@ def _encode(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def]
-    codes, scales, out, numel, size: tl.constexpr, add: tl.constexpr, tile: tl.constexpr
+    codes,
+    scales,
+    out,
+    start,
+    numel,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    add: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    inside = place < numel
-    value = tl.load(codes + place, inside).to(tl.float32) * tl.load(scales + place // size, inside)
+    number = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    inside = number < numel
+    place = start + number
+    row = place // columns
+    band = row // rows * tl.cdiv(rows, height) + row % rows // height
+    block = band * tl.cdiv(columns, width) + place % columns // width
+    value = tl.load(codes + place, inside).to(tl.float32) * tl.load(scales + block, inside)
     if add:
-        value += tl.load(out + place, inside)
-    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+        value += tl.load(out + number, inside)
+    tl.store(out + number, value.to(out.dtype.element_ty), inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode_pairs(  # type: ignore[no-untyped-def]
     codes,
     scales,
+    out,
     values,
     known,
     common,
     offset,
-    out,
     start,
     numel,
     size: tl.constexpr,
