@@ -5,6 +5,7 @@ is a file in `commands/`.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options) or 0)
+    except BrokenPipeError:  # who reads wants no more, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        return 141
     except (OSError, ValueError) as error:
         print(f"zero3: {error}", file=sys.stderr)
         return 1

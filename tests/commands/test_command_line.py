@@ -120,6 +120,8 @@ def test_what_can_not_be_done_says_why_and_ends_with_1(
 
     assert "is no checkpoint: there is no manifest.json in it (found nothing)" in fails("inspect", tmp_path)
     assert "(found no such directory)" in fails("inspect", tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    assert "(found a file)" in fails("inspect", tmp_path / "file")
     assert f"{tmp_path} is not empty" in fails("export", llama[0], shutil.copytree(llama[0], tmp_path / "broken").parent)
     assert "there is no dtype 'fp32'" in fails("export", llama[0], tmp_path / "out", "--dtype", "fp32")
     assert "max_shard_size must be" in fails("export", llama[0], tmp_path / "out", "--max-shard-size", "big")

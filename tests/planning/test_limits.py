@@ -177,11 +177,43 @@ def sharded() -> nn.Module:
         ({"mesh": (True, 2)}, TypeError, "mesh must be"),
         ({"rank": 2}, ValueError, "0 to 1, found 2"),
         ({"rank": "0"}, TypeError, "rank must be an integer"),
+        ({"chunked_head": "no"}, TypeError, "chunked_head must be True or False, found 'no'"),
+        ({"tile": 0}, ValueError, "tile must be 1 or more, or None, found 0"),
+        ({"tile": True}, TypeError, "tile must be an integer, found True"),
+        ({"image_size": 224}, ValueError, "image_size=224 is of pictures, and there are none"),
+        (
+            {"optimizer": torch.optim.LBFGS},
+            ValueError,
+            r"no step of LBFGS can be planned for: .* raised TypeError: LBFGS\.step\(\) missing",
+        ),
+        ({"optimizer": torch.optim.Muon}, ValueError, "no step of Muon can be planned for: .* only supports 2D parameters"),
+        ({"optimizer": torch.optim.Adafactor}, ValueError, "no step of Adafactor can be planned for"),
     ],
 )
 def test_plan_refuses_by_name(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         zero3.plan(model_of(Case()), **{"ranks": 2, **arguments})
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method")  # torch.compile imports it
+def test_plans_are_the_same_wherever_they_are_made() -> None:
+    """Where gradients are off, of a model that was compiled, and of one that keeps tensors beside its parameters."""
+    peak = zero3.plan(model_of(Case()), ranks=2).peak_bytes
+    with torch.no_grad():
+        assert zero3.plan(model_of(Case()), ranks=2).peak_bytes == peak
+    with torch.inference_mode():
+        assert zero3.plan(model_of(Case()), ranks=2).peak_bytes == peak
+    assert zero3.plan(torch.compile(model_of(Case())), ranks=2).peak_bytes == peak
+    model = model_of(Case())
+    model.seen = model.lm_head.weight.sum()
+    assert zero3.plan(model, ranks=2).peak_bytes == peak and not model.seen.is_meta
+
+
+def test_plan_names_a_model_that_returns_no_loss() -> None:
+    model = model_of(Case())
+    model.forward = lambda input_ids, **_: model.lm_head(model.model.embed_tokens(input_ids))
+    with pytest.raises(ValueError, match="LlamaForCausalLM that is called with labels= has to return an object with a loss, found Tensor"):
+        zero3.plan(model, ranks=2)
 
 
 def test_plan_refuses_models_by_name() -> None:

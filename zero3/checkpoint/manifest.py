@@ -131,7 +131,11 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     directory = file_operations.directory_of(path)
     if not (directory / NAME).is_file():
         found = ", ".join(file_operations.names_in(directory)[:8]) or (
-            "nothing" if directory.is_dir() else "no such directory"
+            "nothing"
+            if directory.is_dir()
+            else "a file"
+            if directory.is_file()
+            else "no such directory"
         )
         raise ValueError(f"{directory} is no checkpoint: there is no {NAME} in it (found {found})")
     _refuse_links(directory / NAME)

@@ -53,6 +53,7 @@ def on_paper(
             f"master_dtype must be a floating torch.dtype or None, found {master_dtype!r}"
         )
     if isinstance(source, nn.Module):
+        source = getattr(source, "_orig_mod", source)  # what torch.compile wraps
         if is_sharded(source):
             raise ValueError(
                 "this model is sharded already: plan for the model before zero3.shard, or for "
@@ -74,7 +75,11 @@ def on_paper(
 def _without_values(model: nn.Module) -> nn.Module:
     """A copy with every tensor on meta; what is tied in the model is tied in the copy."""
     tensors: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    beside = [
+        value for module in model.modules() for value in vars(module).values()
+        if isinstance(value, Tensor)
+    ]  # fmt: skip
+    for tensor in [*model.parameters(), *model.buffers(), *beside]:
         empty = torch.empty_like(tensor, device="meta")
         tensors[id(tensor)] = (
             nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -224,7 +229,7 @@ def loss_of(model: nn.Module, batch: int, sequence: int, inputs: Inputs = words_
     """The loss of one micro-batch, as a trainer computes it. `inputs`: what it is called with."""
     given = inputs(batch, sequence)
     try:
-        loss: Tensor = model(labels=_labels(given["input_ids"]), use_cache=False, **given).loss
+        made = model(labels=_labels(given["input_ids"]), use_cache=False, **given)
     except RuntimeError as error:
         if "unknown device type for autocast" not in str(error):
             raise
@@ -233,6 +238,11 @@ def loss_of(model: nn.Module, batch: int, sequence: int, inputs: Inputs = words_
             "ones can't be computed without values. Install it: pip install --upgrade "
             "transformers"
         ) from error
+    if not isinstance(loss := getattr(made, "loss", None), Tensor):
+        raise ValueError(
+            f"a {type(model).__name__} that is called with labels= has to return an object with a "
+            f"loss, found {type(made).__name__}{' without one' * hasattr(made, 'loss')}"
+        )
     return loss
 
 

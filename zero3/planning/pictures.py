@@ -83,6 +83,8 @@ def pictures_for(model: nn.Module, count: int, side: int | None) -> Pictures | N
         if not least <= number <= _MOST:
             raise ValueError(f"{name} must be from {least} to {_MOST}, found {number}")
     if not count:
+        if side is not None:
+            raise ValueError(f"image_size={side} is of pictures, and there are none: pass images=")
         return None
     if callable(base := getattr(model, "get_base_model", None)):  # of peft
         model = base()

@@ -49,7 +49,8 @@ def plan(
     The step itself runs: `shard`, the model's forward with `labels=` and without a cache, backward,
     and the optimizer, on the meta device, where tensors have shapes and no values. So no weights
     are read, and no GPU is needed. One process does it, and makes no collective;
-    `torch.manual_seed` and the model at hand are left alone.
+    `torch.manual_seed` and the model at hand are left alone. (Hooks of a model at hand run, in a
+    copy, and are given tensors without values.)
 
     Args:
         model_or_directory: A model that is not sharded yet, or a directory with a config.json. A
@@ -94,7 +95,8 @@ def plan(
     Raises:
         FileNotFoundError: The directory has no config.json.
         ValueError: An argument is out of range, nothing trains, or the model is sharded or no model
-            of transformers; or transformers makes none from that config.json.
+            of transformers, or returns no loss; or transformers makes none from that config.json;
+            or the optimizer can't step without values.
         TypeError: An argument has the wrong type.
         RuntimeError: transformers, or peft for `lora`, is not installed; or the model's forward
             asks for values.
@@ -124,7 +126,7 @@ def plan(
             f"sequence={sequence} is too short for {pictures.told}: with batch={batch} they take "
             f"{pictures.length(batch)} tokens of one"
         )
-    with setup.tell.until_over():
+    with setup.tell.until_over(), torch.inference_mode(False), torch.enable_grad():
         return _planned(setup, room, cluster, "" if memory is None else meant(memory))
 
 

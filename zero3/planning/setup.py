@@ -144,8 +144,11 @@ class Setup:
                     f"{name} must be {'1 or more' if number < 1 else f'{most} or less'}, found "
                     f"{number}"
                 )
-        if not isinstance(self.checkpointing, bool):
-            raise TypeError(f"checkpointing must be True or False, found {self.checkpointing!r}")
+        for name in ("checkpointing", "chunked_head"):
+            if not isinstance(chosen := getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, found {chosen!r}")
+        if self.tile is not None and self._integer("tile") < 1:
+            raise ValueError(f"tile must be 1 or more, or None, found {self.tile}")
         if not callable(self.optimizer):
             raise TypeError(
                 "optimizer must be such as torch.optim.AdamW, found "

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -266,7 +266,7 @@ class Trace:
                 backward(self._loss(batch, sequence))
             self._observer.stepped = False
         self.ledger.begin("", "optimizer's step")
-        with fused_on_meta():
+        with fused_on_meta(), _naming(self.optimizer):
             if self.offloads:
                 step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
             else:
@@ -353,13 +353,28 @@ class _Observer:
 def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.Optimizer:
     if not chunks:
         raise ValueError("nothing in this model trains, so there is no step to plan for")
-    made = optimizer(chunks)
+    with _naming(optimizer):
+        made = optimizer(chunks)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             "optimizer must make an optimizer from a list of parameters, found "
             f"{type(made).__name__}"
         )
     return made
+
+
+@contextmanager
+def _naming(optimizer: object) -> Iterator[None]:
+    """What an optimizer raises says that it was the optimizer."""
+    try:
+        yield
+    except Exception as error:  # of any kind: it may be anybody's
+        own = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise ValueError(
+            f"no step of {own.__name__} can be planned for: with flat parameters that have no "
+            f"values it raised {type(error).__name__}: {error}. Plan with one that keeps as many "
+            "bytes for an element; AdamW keeps two of the parameter's"
+        ) from error
 
 
 def _codecs_in(states: Iterable[LayerState]) -> Iterable[Any]:

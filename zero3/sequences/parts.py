@@ -230,7 +230,7 @@ class Parts:
             named = f"attention {missing[0]!r} of this" if missing else "no attention of this"
             raise RuntimeError(
                 f"{named} {what} {'computed by itself' if missing else 'has exchanged anything'}: "
-                "each rank would attend to its own part of the sequence alone. Beginning it by "
+                "each rank would attend to its own part of the sequence alone. Begin it by "
                 "zero3.attend(attention, query, key, value)"
             )
 
