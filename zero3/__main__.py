@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
     try:
-        return int(options.run(options) or 0)
+        code = int(options.run(options) or 0)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # who reads wants no more, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
         return 141

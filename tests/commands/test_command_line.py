@@ -180,6 +180,14 @@ def test_export_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reader_that_has_seen_enough_is_no_mistake(llama: tuple[Path, dict[str, Tensor]]) -> None:
+    process = subprocess.Popen([sys.executable, "-m", "zero3", "inspect", str(llama[0])], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # as `head` does
+    assert (process.stderr.read(), process.wait()) == (b"", 141)
+    process.stderr.close()
+
+
 class Keeping(torch.nn.Linear):
     def get_extra_state(self) -> int:
         return 3
