@@ -67,6 +67,18 @@ class Pictures:
         return {"input_ids": ids} | pictures | dict.fromkeys(types, kinds)
 
 
+def _check(count: int, side: int | None) -> None:
+    for name, number, least in (("images", count, 0), ("image_size", side, 1)):
+        if number is None:
+            continue
+        if integer(number) is None:
+            raise TypeError(f"{name} must be an integer, found {number!r}")
+        if not least <= number <= _MOST:
+            raise ValueError(f"{name} must be from {least} to {_MOST}, found {number}")
+    if side is not None and not count:
+        raise ValueError(f"image_size={side} is of pictures, and there are none: pass images=")
+
+
 def pictures_for(model: nn.Module, count: int, side: int | None) -> Pictures | None:
     """Tries how the model takes pictures, and how many tokens each becomes. None: there are none.
 
@@ -75,16 +87,8 @@ def pictures_for(model: nn.Module, count: int, side: int | None) -> Pictures | N
         ValueError: A number is out of range; or the model takes no pictures, or in no form that is
             known.
     """
-    for name, number, least in (("images", count, 0), ("image_size", side, 1)):
-        if number is None:
-            continue
-        if integer(number) is None:
-            raise TypeError(f"{name} must be an integer, found {number!r}")
-        if not least <= number <= _MOST:
-            raise ValueError(f"{name} must be from {least} to {_MOST}, found {number}")
+    _check(count, side)
     if not count:
-        if side is not None:
-            raise ValueError(f"image_size={side} is of pictures, and there are none: pass images=")
         return None
     if callable(base := getattr(model, "get_base_model", None)):  # of peft
         model = base()
