@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..access import is_sharded, no_sync
+from ..access import is_sharded, no_sync, states_of
 from ..auto_wrap import Layers
 from ..checkpoint import manifest
 from ..checkpoint.full_state import full_state_dict, load_full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..optim.clipping import clip_grad_norm_
+from ..guards.marks import ignored_by, state_of
+from ..optim.clipping import clip_held
 from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from ..policy import ShardingPolicy
@@ -57,7 +58,8 @@ class Zero3Strategy(DDPStrategy):
     * `precision="bf16-mixed"` and `"16-mixed"` become a `ShardingPolicy` that gathers and computes
       in it, with float32 masters. If `policy` is given, or the model was sharded before, with no
       `param_dtype`, autocast does it.
-    * `gradient_clip_val` clips the one norm of all ranks, or each value.
+    * `gradient_clip_val` and `self.clip_gradients` clip the norm of what the optimizer holds, over
+      all ranks, or each value.
     * `accumulate_grad_batches` reduces every micro-batch, and adds up in the chunks.
     * Checkpoints (`ModelCheckpoint`, `trainer.save_checkpoint`) are directories of
       `zero3.save_checkpoint`; all else that Lightning keeps is their `extra`. `ckpt_path` takes one
@@ -110,7 +112,7 @@ class Zero3Strategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
-        clip_grad_norm_(self.model, float(clip_val))
+        clip_held(self.model, held_by(optimizer), float(clip_val))
 
     def teardown(self) -> None:
         """Nothing is moved: the model stays sharded, where it is."""
@@ -237,7 +239,12 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        return clip_grad_norm_(module, float(max_norm), float(norm_type), error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        held = held_by(optimizer)
+        of = {state_of(parameter) or ignored_by(parameter) for parameter in held}
+        models = [model for model in self._models if of.intersection(states_of(model))]
+        model = models[0] if len(models) == 1 else nn.ModuleList(models or [module])
+        return clip_held(model, held, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return full_state_dict(module)
