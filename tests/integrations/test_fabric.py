@@ -90,9 +90,9 @@ def load_what_is_not_there(rank: Rank) -> None:
         optimizer.step()
         before = [chunk.detach().clone() for chunk in zero3.get_trainable_chunk(model)]
         lacking = {**state, "step": 0, **({"best": 1.0} if rank.number else {})}
-        with pytest.raises(ValueError, match="rank 1: .*run has no best; beside the model it has step. Nothing was loaded"):
+        with pytest.raises(ValueError, match=r"rank 1: .*run has no best; beside the model it has step. Nothing was loaded"):
             fabric.load(rank.scratch / "run", lacking)
-        with pytest.raises(ValueError, match="rank 1: .*other is no checkpoint of zero3"):
+        with pytest.raises(ValueError, match=r"rank 1: .*other is no checkpoint of zero3"):
             fabric.load(rank.scratch / ("other" if rank.number else "run"), state)
         assert lacking["step"] == 0 and len(optimizer.state) == len(before)
         assert all(torch.equal(chunk, value) for chunk, value in zip(zero3.get_trainable_chunk(model), before, strict=True))
@@ -119,6 +119,9 @@ def refused_by_fabric(rank: Rank) -> None:
             with pytest.raises(ValueError, match=told):
                 fabric.setup_optimizers(optimizer)
         fabric.setup_optimizers(torch.optim.SGD(zero3.get_trainable_chunk(model)[:1], lr=0.1))  # a part is legal
+        other = fabric.setup_module(zero3.shard(Net(), policy=zero3.ShardingPolicy(ignored=lambda name, info: "norm" in name)))
+        with pytest.raises(ValueError, match=r"ignored=\.\.\.\) leaves 2 parameters alone that train: norm\.weight, norm\.bias"):
+            fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
 
 
 def test_fabric_sets_up_the_model_first_and_looks_at_optimizers() -> None:

@@ -241,6 +241,32 @@ def test_optimizers_and_callbacks_that_would_train_otherwise_are_refused() -> No
     on_ranks(2, refused, debug="OFF")
 
 
+def fit_ignored(rank: Rank, kind: str) -> Seen:
+    """Parameters that the policy leaves alone are refused if they train. Frozen ones may be in the optimizer."""
+    with launched(rank):
+        alone = {"policy": zero3.ShardingPolicy(ignored=lambda name, info: "norm" in name)}
+        told = r"ShardingPolicy\(ignored=\.\.\.\) leaves 2 parameters alone that train: net\.norm\.weight, net\.norm\.bias"
+        if kind == "zero3":
+            with pytest.raises(ValueError, match=told):
+                trainer(rank, kind, rank.scratch, alone, max_epochs=1).fit(Module(), train_rows())
+        module = Module()
+        module.net.norm.requires_grad_(False)
+        made = trainer(rank, kind, rank.scratch, alone, max_epochs=1, gradient_clip_val=0.1)
+        made.fit(module, train_rows())
+        made.save_checkpoint(rank.scratch / kind / "last.ckpt")
+        again = Module()
+        again.net.norm.requires_grad_(False)
+        path = str(rank.scratch / kind / "last.ckpt")
+        trainer(rank, kind, rank.scratch, alone, max_epochs=2, gradient_clip_val=0.1).fit(again, train_rows(), ckpt_path=path)
+        return module.seen + again.seen
+
+
+def test_ignored_parameters_that_train_are_refused() -> None:
+    ours, theirs = (on_ranks(2, fit_ignored, kind, debug="OFF") for kind in ("zero3", "ddp"))
+    for seen, expected in zip(ours, theirs, strict=True):
+        assert_close(seen, expected)
+
+
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "gradient_clip_val": (0.1, 0.2),
     "gradient_clip_algorithm": ("norm", "value"),
@@ -261,7 +287,7 @@ def told_otherwise(rank: Rank) -> None:
             with pytest.raises(ValueError, match=f"^ranks differ in what Lightning's Trainer is told: {re.escape(told)}"):
                 trainer(rank, "zero3", rank.scratch, **{"max_epochs": 1, option: values[rank.number]}).fit(Module(), train_rows())
         scheduled = [GradientAccumulationScheduler({0: 1, 1: 2 + rank.number})]
-        with pytest.raises(ValueError, match="rank 1: accumulate_grad_batches={0: 1, 1: 3}"):
+        with pytest.raises(ValueError, match=re.escape("rank 1: accumulate_grad_batches={0: 1, 1: 3}")):
             trainer(rank, "zero3", rank.scratch, max_epochs=2, callbacks=scheduled).fit(Module(), train_rows())
 
 

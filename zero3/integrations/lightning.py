@@ -32,7 +32,7 @@ from ..policy import ShardingPolicy
 from ..shard import shard
 from ..towers.choosing import Optional
 from .handover import check_together, is_chunk
-from .preparing import computes_in_low_precision, policy_for
+from .preparing import computes_in_low_precision, policy_for, refuse_ignored
 from .versions import require
 
 require("lightning", __name__)
@@ -384,8 +384,11 @@ def _check(models: Iterable[nn.Module], optimizers: Any, advice: str) -> None:
     """That they step chunks, and may: an optimizer that was made before would step parameters that
     are gone.
     """
+    models = list(models)
+    for model in models:
+        refuse_ignored(model)
     for optimizer in _inner(optimizers):
-        if not all(map(is_chunk, held_by(optimizer))):
+        if not all(is_chunk(each) or ignored_by(each) is not None for each in held_by(optimizer)):
             raise ValueError(
                 f"{type(optimizer).__name__} holds parameters that are no chunks of a sharded "
                 f"model: {advice}, zero3.get_trainable_chunk or zero3.param_groups"
