@@ -99,6 +99,7 @@ class Zero3Strategy(DDPStrategy):
     * `gradient_clip_val` and `self.clip_gradients` clip the norm of what the optimizer holds, over
       all ranks, or each value.
     * `accumulate_grad_batches` reduces every micro-batch, and adds up in the chunks.
+    * Ranks compare what their trainers are told: precision, clipping, accumulation, limits.
     * Checkpoints (`ModelCheckpoint`, `trainer.save_checkpoint`) are directories of
       `zero3.save_checkpoint`; all else that Lightning keeps is their `extra`. `ckpt_path` takes one
       on any number of ranks. A file of Lightning's own gives its weights to `validate`, `test` and
