@@ -79,6 +79,31 @@ def test_fabric_in_bf16_and_its_checkpoints(tmp_path: Path) -> None:
     assert on_ranks(1, loop, "zero3", None, f"{tmp_path}/run", debug="OFF")[0] == pytest.approx(whole[3:], abs=1e-5)
 
 
+def load_what_is_not_there(rank: Rank) -> None:
+    with launched(rank):
+        fabric = fabric_of(rank, "zero3")
+        model: Any = fabric.setup_module(Net())
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=0.05))
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        fabric.save(rank.scratch / "run", {**state, "step": 3})
+        fabric.backward(model(Rows(4, 0).inputs).sum())
+        optimizer.step()
+        before = [chunk.detach().clone() for chunk in zero3.get_trainable_chunk(model)]
+        lacking = {**state, "step": 0, **({"best": 1.0} if rank.number else {})}
+        with pytest.raises(ValueError, match=r"rank 1: .*run has no best; beside the model it has step. Nothing was loaded"):
+            fabric.load(rank.scratch / "run", lacking)
+        with pytest.raises(ValueError, match=r"rank 1: .*other is no checkpoint of zero3"):
+            fabric.load(rank.scratch / ("other" if rank.number else "run"), state)
+        assert lacking["step"] == 0 and len(optimizer.state) == len(before)
+        assert all(torch.equal(chunk, value) for chunk, value in zip(zero3.get_trainable_chunk(model), before, strict=True))
+        assert fabric.load(rank.scratch / "run", lacking, strict=False) == {} and lacking["step"] == 3
+        assert not any(torch.equal(chunk, value) for chunk, value in zip(zero3.get_trainable_chunk(model), before, strict=True))
+
+
+def test_fabric_load_looks_before_it_fills_anything() -> None:
+    on_ranks(2, load_what_is_not_there, debug="OFF")
+
+
 def refused_by_fabric(rank: Rank) -> None:
     with launched(rank):
         fabric, net = fabric_of(rank, "zero3"), Net()
@@ -94,6 +119,9 @@ def refused_by_fabric(rank: Rank) -> None:
             with pytest.raises(ValueError, match=told):
                 fabric.setup_optimizers(optimizer)
         fabric.setup_optimizers(torch.optim.SGD(zero3.get_trainable_chunk(model)[:1], lr=0.1))  # a part is legal
+        other = fabric.setup_module(zero3.shard(Net(), policy=zero3.ShardingPolicy(ignored=lambda name, info: "norm" in name)))
+        with pytest.raises(ValueError, match=r"ignored=\.\.\.\) leaves 2 parameters alone that train: norm\.weight, norm\.bias"):
+            fabric.setup_optimizers(torch.optim.SGD(other.parameters(), lr=0.1))
 
 
 def test_fabric_sets_up_the_model_first_and_looks_at_optimizers() -> None:

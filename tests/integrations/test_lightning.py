@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 lightning = pytest.importorskip("lightning", reason="Lightning is not installed (pip install 'zero3[lightning]')")
 
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BackboneFinetuning,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 import zero3  # noqa: E402
 from tests.support.lightnings import Module, Net, launched, other_rows, train_rows, trainer  # noqa: E402
@@ -206,7 +214,13 @@ WRONG: dict[str, tuple[Callable[[], Module], str]] = {
     "filtered by names": (ByNames, r"group 0 of the AdamW \(weight_decay=0\.0.*is empty.*zero3\.param_groups"),
     "of shapes": (ByShapes, r"Adafactor .* does more than treat each element by itself"),
 }
-AVERAGES = (StochasticWeightAveraging(swa_lrs=0.1), WeightAveraging())
+CALLBACKS: dict[str, Callable[[], Any]] = {
+    r"StochasticWeightAveraging would mix .*examples/ema\.py": lambda: StochasticWeightAveraging(swa_lrs=0.1),
+    r"WeightAveraging would mix .*examples/ema\.py": WeightAveraging,
+    r"BackboneFinetuning would unfreeze .*zero3\.set_trainable": BackboneFinetuning,
+    "ModelPruning would prune .*before or after": lambda: ModelPruning("l1_unstructured"),
+    "OnExceptionCheckpoint would save on the rank that raised alone.*ModelCheckpoint": lambda: OnExceptionCheckpoint("."),
+}
 
 
 def refused(rank: Rank) -> None:
@@ -214,15 +228,95 @@ def refused(rank: Rank) -> None:
         for kind, told in WRONG.values():
             with pytest.raises(ValueError, match=told):
                 trainer(rank, "zero3", rank.scratch, max_steps=1).fit(kind(), train_rows())
-        for callback in AVERAGES:
+        for told, make in CALLBACKS.items():
             module = Module()
-            with pytest.raises(ValueError, match=rf"^{type(callback).__name__} would mix .*examples/ema\.py"):
-                trainer(rank, "zero3", rank.scratch, max_steps=1, callbacks=[callback]).fit(module, train_rows())
+            module.backbone = module.net.blocks  # type: ignore[assignment]
+            callbacks = [make()] if rank.number or "OnException" in told else []  # all ranks raise what one was told
+            with pytest.raises(ValueError, match=rf"^(rank [01]: )?{told}"):
+                trainer(rank, "zero3", rank.scratch, max_steps=1, callbacks=callbacks, enable_checkpointing=True).fit(module, train_rows())
             assert not zero3.is_sharded(module)
 
 
-def test_optimizers_and_averages_that_would_train_otherwise_are_refused() -> None:
+def test_optimizers_and_callbacks_that_would_train_otherwise_are_refused() -> None:
     on_ranks(2, refused, debug="OFF")
+
+
+def fit_ignored(rank: Rank, kind: str) -> Seen:
+    """Parameters that the policy leaves alone are refused if they train. Frozen ones may be in the optimizer."""
+    with launched(rank):
+        alone = {"policy": zero3.ShardingPolicy(ignored=lambda name, info: "norm" in name)}
+        told = r"ShardingPolicy\(ignored=\.\.\.\) leaves 2 parameters alone that train: net\.norm\.weight, net\.norm\.bias"
+        if kind == "zero3":
+            with pytest.raises(ValueError, match=told):
+                trainer(rank, kind, rank.scratch, alone, max_epochs=1).fit(Module(), train_rows())
+        module = Module()
+        module.net.norm.requires_grad_(False)
+        made = trainer(rank, kind, rank.scratch, alone, max_epochs=1, gradient_clip_val=0.1)
+        made.fit(module, train_rows())
+        made.save_checkpoint(rank.scratch / kind / "last.ckpt")
+        again = Module()
+        again.net.norm.requires_grad_(False)
+        path = str(rank.scratch / kind / "last.ckpt")
+        trainer(rank, kind, rank.scratch, alone, max_epochs=2, gradient_clip_val=0.1).fit(again, train_rows(), ckpt_path=path)
+        return module.seen + again.seen
+
+
+def test_ignored_parameters_that_train_are_refused() -> None:
+    ours, theirs = (on_ranks(2, fit_ignored, kind, debug="OFF") for kind in ("zero3", "ddp"))
+    for seen, expected in zip(ours, theirs, strict=True):
+        assert_close(seen, expected)
+
+
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "gradient_clip_val": (0.1, 0.2),
+    "gradient_clip_algorithm": ("norm", "value"),
+    "accumulate_grad_batches": (1, 2),
+    "max_epochs": (1, 2),
+    "max_steps": (4, 5),
+    "limit_train_batches": (2, 3),
+    "limit_val_batches": (1, 2),
+    "val_check_interval": (2, 1.0),
+    "precision": ("32-true", "bf16-mixed"),
+}
+
+
+def told_otherwise(rank: Rank) -> None:
+    with launched(rank):
+        for option, values in OPTIONS.items():
+            told = "rank 0: {0}={1!r}; rank 1: {0}={2!r}".format(option, *map(_told, values))
+            with pytest.raises(ValueError, match=f"^ranks differ in what Lightning's Trainer is told: {re.escape(told)}"):
+                trainer(rank, "zero3", rank.scratch, **{"max_epochs": 1, option: values[rank.number]}).fit(Module(), train_rows())
+        scheduled = [GradientAccumulationScheduler({0: 1, 1: 2 + rank.number})]
+        with pytest.raises(ValueError, match=re.escape("rank 1: accumulate_grad_batches={0: 1, 1: 3}")):
+            trainer(rank, "zero3", rank.scratch, max_epochs=2, callbacks=scheduled).fit(Module(), train_rows())
+
+
+def _told(value: Any) -> Any:
+    return lightning.pytorch.utilities.GradClipAlgorithmType(value) if value in ("norm", "value") else value
+
+
+def test_a_trainer_whose_options_differ_between_ranks_is_an_error_on_all() -> None:
+    on_ranks(2, told_otherwise, debug="OFF")
+
+
+def fit_twice(rank: Rank, kind: str) -> Seen:
+    """At first without the blocks, then all of it: what stands in BaseFinetuning's place."""
+    with launched(rank):
+        module = Module()
+        module.net.blocks.requires_grad_(False)
+        trainer(rank, kind, rank.scratch, max_epochs=1).fit(module, train_rows())
+        module.zero_grad()
+        if kind == "zero3":
+            zero3.set_trainable(module, lambda name, info: True)
+        module.requires_grad_(True)
+        trainer(rank, kind, rank.scratch, max_epochs=1).fit(module, train_rows())
+        return module.seen
+
+
+def test_set_trainable_between_two_fits() -> None:
+    ours, theirs = (on_ranks(2, fit_twice, kind, debug="OFF") for kind in ("zero3", "ddp"))
+    for seen, expected in zip(ours, theirs, strict=True):
+        assert_close(seen, expected)
 
 
 def test_strategies_are_lightnings() -> None:

@@ -105,16 +105,20 @@ def launched(rank: Rank) -> Iterator[None]:
         yield
 
 
-def trainer(rank: Rank, kind: str, directory: Path, **options: Any) -> lightning.Trainer:
-    """`kind`: "ddp" or "zero3"."""
-    chosen = Zero3Strategy() if kind == "zero3" else DDPStrategy()
+def environment() -> Any:
+    """A plugin that says: processes are there."""
+    return TorchElasticEnvironment()
+
+
+def trainer(rank: Rank, kind: str, directory: Path, sharding: dict[str, Any] | None = None, **options: Any) -> lightning.Trainer:
+    """`kind`: "ddp" or "zero3". `sharding`: the strategy's own arguments."""
+    chosen = Zero3Strategy(**sharding or {}) if kind == "zero3" else DDPStrategy()
     plain = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    environment: Any = TorchElasticEnvironment()
     return lightning.Trainer(
         accelerator="cpu",
         devices=rank.world_size,
         strategy=chosen,
-        plugins=[environment],
+        plugins=[environment()],
         default_root_dir=directory / kind,
         **{**plain, **options},  # type: ignore[arg-type]
     )

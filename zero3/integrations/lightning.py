@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,20 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..access import is_sharded, no_sync
+from ..access import is_sharded, no_sync, states_of
 from ..auto_wrap import Layers
 from ..checkpoint import manifest
 from ..checkpoint.full_state import full_state_dict, load_full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..optim.clipping import clip_grad_norm_
+from ..comm.agreement import agreeing
+from ..comm.factory import communicator_for
+from ..comm.plain_values import decode
+from ..guards.marks import ignored_by, state_of
+from ..optim.clipping import clip_held
 from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from ..policy import ShardingPolicy
 from ..shard import shard
 from ..towers.choosing import Optional
 from .handover import check_together, is_chunk
-from .preparing import computes_in_low_precision, policy_for
+from .preparing import computes_in_low_precision, policy_for, refuse_ignored
 from .versions import require
 
 require("lightning", __name__)
@@ -36,13 +41,47 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa
 from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
 from lightning.fabric.utilities.types import _Stateful  # noqa: E402
 from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BaseFinetuning,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 __all__ = ["Zero3FabricStrategy", "Zero3Strategy"]
 
 _NAMED = "is no checkpoint of zero3, and Lightning's own hold an optimizer's state by numbers"
+_ALIKE = (
+    *("precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches"),
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "fast_dev_run", "overfit_batches"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
+    "reload_dataloaders_every_n_epochs",
+)
+_REFUSED = MappingProxyType(
+    {
+        (StochasticWeightAveraging, WeightAveraging): (
+            "would mix a copy of the whole module with this rank's chunks. Leave it out, and have "
+            "each rank average its own chunks (zero3.get_trainable_chunk), as examples/ema.py does"
+        ),
+        (BaseFinetuning,): (
+            "would unfreeze parameters that have become chunks. Leave it out: freeze parameters "
+            "before fit (requires_grad_), and call module.zero_grad() and "
+            "zero3.set_trainable(module, ...) between two fits, which make their optimizers anew"
+        ),
+        (ModelPruning,): (
+            "would prune parameters that have become chunks. Leave it out, and prune the module "
+            "before or after training"
+        ),
+        (OnExceptionCheckpoint,): (
+            "would save on the rank that raised alone, and every rank has to take part. Leave it "
+            "out, and take ModelCheckpoint(every_n_train_steps=...)"
+        ),
+    }
+)
 
 
 class Zero3Strategy(DDPStrategy):
@@ -57,8 +96,10 @@ class Zero3Strategy(DDPStrategy):
     * `precision="bf16-mixed"` and `"16-mixed"` become a `ShardingPolicy` that gathers and computes
       in it, with float32 masters. If `policy` is given, or the model was sharded before, with no
       `param_dtype`, autocast does it.
-    * `gradient_clip_val` clips the one norm of all ranks, or each value.
+    * `gradient_clip_val` and `self.clip_gradients` clip the norm of what the optimizer holds, over
+      all ranks, or each value.
     * `accumulate_grad_batches` reduces every micro-batch, and adds up in the chunks.
+    * Ranks compare what their trainers are told: precision, clipping, accumulation, limits.
     * Checkpoints (`ModelCheckpoint`, `trainer.save_checkpoint`) are directories of
       `zero3.save_checkpoint`; all else that Lightning keeps is their `extra`. `ckpt_path` takes one
       on any number of ranks. A file of Lightning's own gives its weights to `validate`, `test` and
@@ -92,8 +133,14 @@ class Zero3Strategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy, in its order; the model is sharded where that would be wrapped."""
-        _refuse_averages(trainer.callbacks)
         self.accelerator.setup(trainer)
+        with agreeing(
+            communicator_for(None, self.root_device),
+            self.root_device,
+            "what Lightning's Trainer is told",
+        ) as lines:
+            _refuse(trainer.callbacks)
+            lines += _told(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -110,7 +157,7 @@ class Zero3Strategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
-        clip_grad_norm_(self.model, float(clip_val))
+        clip_held(self.model, held_by(optimizer), float(clip_val))
 
     def teardown(self) -> None:
         """Nothing is moved: the model stays sharded, where it is."""
@@ -137,6 +184,7 @@ class Zero3Strategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        _refuse(self.lightning_module.trainer.callbacks)  # one saves when it is refused
         rest = {
             key: value
             for key, value in checkpoint.items()
@@ -237,7 +285,12 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        return clip_grad_norm_(module, float(max_norm), float(norm_type), error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        held = held_by(optimizer)
+        of = {state_of(parameter) or ignored_by(parameter) for parameter in held}
+        models = [model for model in self._models if of.intersection(states_of(model))]
+        model = models[0] if len(models) == 1 else nn.ModuleList(models or [module])
+        return clip_held(model, held, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return full_state_dict(module)
@@ -269,15 +322,12 @@ class Zero3FabricStrategy(FabricDDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if not _is_ours(path):
-            raise ValueError(f"{path} {_NAMED}: fabric.load_raw loads its weights")
-        model, optimizers, rest = _divided(state if isinstance(state, dict) else {"model": state})
-        extra: dict[str, Any] = load_checkpoint(path, model, optimizers or None)
-        if strict and (missing := [key for key in rest if key not in extra]):
-            raise ValueError(
-                f"{path} has no {', '.join(missing)}; beside the model it has "
-                f"{', '.join(extra) or 'nothing'}"
+        with agreeing(communicator_for(None, self.root_device), self.root_device, "fabric.load"):
+            model, optimizers, rest = _divided(
+                state if isinstance(state, dict) else {"model": state}
             )
+            _look(path, rest if strict else ())
+        extra: dict[str, Any] = load_checkpoint(path, model, optimizers or None)
         for key in [key for key in rest if key in extra]:
             value = extra.pop(key)
             if isinstance(rest[key], _Stateful):
@@ -317,12 +367,29 @@ def _is_ours(path: Any) -> bool:
     return (Path(path) / manifest.NAME).is_file()
 
 
+def _look(path: Any, keys: Iterable[str]) -> None:
+    """That a checkpoint of ours holds these beside the model: before anything is filled."""
+    if not _is_ours(path):
+        raise ValueError(f"{path} {_NAMED}: fabric.load_raw loads its weights")
+    found = manifest.parse(Path(path) / manifest.NAME)["extra"]
+    extra = decode(found, lambda number: None)
+    if missing := [key for key in keys if key not in extra]:
+        raise ValueError(
+            f"{path} has no {', '.join(missing)}; beside the model it has "
+            f"{', '.join(extra) or 'nothing'}. Nothing was loaded. Leave them out, or pass "
+            "strict=False"
+        )
+
+
 def _check(models: Iterable[nn.Module], optimizers: Any, advice: str) -> None:
     """That they step chunks, and may: an optimizer that was made before would step parameters that
     are gone.
     """
+    models = list(models)
+    for model in models:
+        refuse_ignored(model)
     for optimizer in _inner(optimizers):
-        if not all(map(is_chunk, held_by(optimizer))):
+        if not all(is_chunk(each) or ignored_by(each) is not None for each in held_by(optimizer)):
             raise ValueError(
                 f"{type(optimizer).__name__} holds parameters that are no chunks of a sharded "
                 f"model: {advice}, zero3.get_trainable_chunk or zero3.param_groups"
@@ -331,14 +398,21 @@ def _check(models: Iterable[nn.Module], optimizers: Any, advice: str) -> None:
         check_together(model, _inner(optimizers))
 
 
-def _refuse_averages(callbacks: Any) -> None:
+def _refuse(callbacks: Any) -> None:
     for callback in callbacks:
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ValueError(
-                f"{type(callback).__name__} would mix a copy of the whole module with this rank's "
-                "chunks. Leave it out, and have each rank average its own chunks "
-                "(zero3.get_trainable_chunk), as examples/ema.py does"
-            )
+        for kinds, why in _REFUSED.items():
+            if isinstance(callback, kinds):
+                raise ValueError(f"{type(callback).__name__} {why}")
+
+
+def _told(trainer: Any) -> list[str]:
+    """What ranks have to be told alike, or they would train with other numbers, or wait."""
+    schedules = (getattr(callback, "scheduling", None) for callback in trainer.callbacks)
+    return [
+        f"trainer.{trainer.state.fn.value}()",
+        *(f"{name}={getattr(trainer, name, None)!r}" for name in _ALIKE),
+        *(f"accumulate_grad_batches={each!r}" for each in schedules if each is not None),
+    ]
 
 
 def _prepare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,38 @@ def clip_grad_norm_(
     if in_files:
         scale_in_files(in_files, max_norm, total)
     return total
+
+
+@torch.no_grad()
+def clip_held(
+    model: nn.Module,
+    held: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """As `clip_grad_norm_`, of what an optimizer holds: no other gradient counts, or is scaled.
+
+    Args:
+        model: As for `clip_grad_norm_`.
+        held: The optimizer's parameters. On all ranks they belong to the same one.
+        max_norm: As for `clip_grad_norm_`.
+        norm_type: As for `clip_grad_norm_`.
+        error_if_nonfinite: As for `clip_grad_norm_`.
+    """
+    states, own = used(model, "clip_grad_norm_"), set(map(id, held))
+    parts = parts_of(states)
+    # every rank reduces, also one that holds no piece of a parameter
+    reduce_deferred(part.grad for part in parts)
+    others = [*parts, *(each.parameter for each in ignored_of(states))]
+    hidden = [(each, each.grad) for each in others if id(each) not in own]
+    try:
+        for parameter, _ in hidden:
+            parameter.grad = None
+        return clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite)
+    finally:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
 
 
 def _over_ranks(
