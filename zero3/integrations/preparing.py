@@ -18,7 +18,7 @@ from ..auto_wrap import Layers, choose, embeddings_of
 from ..comm.agreement import agree
 from ..comm.communicator import is_first
 from ..comm.factory import communicator_for, mesh_of_parts
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, ignored_of
 from ..guards.module_overrides import Override
 from ..layer import Zero3Layer, enter_root, layers_of, run_sharded
 from ..policy import ShardingPolicy
@@ -92,6 +92,28 @@ class Sharding:
     def _tells(self, record: logging.LogRecord) -> bool:
         """Not that the head be taken out of the root's own layer, where it has to be."""
         return not self.head_in_root or "the root's own layer holds" not in str(record.msg)
+
+
+def refuse_ignored(model: nn.Module) -> None:
+    """Raises a ValueError on every rank if the policy leaves parameters alone that train: nobody
+    would average their gradients, nor save their optimizer's state.
+    """
+    states = states_of(model)
+    alone = {id(each.parameter) for each in ignored_of(states)}
+    trained = [
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in alone and parameter.requires_grad
+    ]
+    error = ValueError(
+        f"ShardingPolicy(ignored=...) leaves {len(trained)} parameters alone that train: "
+        f"{', '.join(trained[:3])}{', ...' if trained[3:] else ''}. Nobody would average their "
+        "gradients over ranks. Freeze them (requires_grad_(False)), leave out `ignored`, or write "
+        "the loop yourself, with zero3.shard"
+    )
+    if alone:  # on all ranks or on none: they have compared their policies
+        first, what = states[0], "whether ignored parameters train"
+        agree(first.communicator, first.device, what, [], error if trained else None)
 
 
 def computes_in_low_precision(model: nn.Module) -> bool:
