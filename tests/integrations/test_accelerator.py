@@ -221,7 +221,88 @@ def test_gradients_of_what_no_optimizer_has_count_in_norms() -> None:
     assert np.allclose(on_ranks(2, over_a_part, True)[0], expected, rtol=1e-4)
 
 
+# -- parameters that the policy leaves alone
+
+
+def left_alone(rank: Rank, ours: bool) -> tuple[list[list[float]], bool]:
+    """Frozen ones, in a group of the optimizer."""
+    policy = {"policy": zero3.ShardingPolicy(ignored=lambda name, info: "norm" in name)} if ours else {}
+    with launched(rank):
+        accelerator, model = accelerator_of(ours, **policy), llama()
+        norms = [p.requires_grad_(False) for name, p in model.named_parameters() if "norm" in name]
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = []
+        for number in range(3):
+            loss = model(**collate(rows(2, seed=2 * number + rank.number, length=8))).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append([accelerator.gather(loss.detach().reshape(1)).mean().item(), float(norm)])
+        accelerator.save_state(str(rank.scratch / "state"))
+        accelerator.wait_for_everyone()
+        accelerator.load_state(str(rank.scratch / "state"))
+    return found, all(id(parameter) in held for parameter in norms)
+
+
+def test_ignored_parameters_that_are_frozen_stay_in_their_group() -> None:
+    expected, held = on_ranks(2, left_alone, False, debug="OFF")[0]
+    found, kept = on_ranks(2, left_alone, True)[0]
+    assert np.allclose(found, expected, rtol=1e-5) and held and kept
+
+
+def refuse_ignored(rank: Rank) -> None:
+    policy = zero3.ShardingPolicy(ignored=lambda name, info: "norm" in name)
+    with launched(rank):
+        accelerator, model = accelerator_of(True, policy=policy), llama()
+        with pytest.raises(
+            ValueError, match=r"rank 0: ShardingPolicy\(ignored=.*leaves 7 parameters alone that train: .*norm.*Freeze them"
+        ):
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        sharded = zero3.shard(llama(), policy=policy)
+        with pytest.raises(ValueError, match="leaves 7 parameters alone that train"):
+            accelerator.prepare(torch.optim.AdamW(sharded.parameters()), sharded)
+
+
+def test_an_accelerator_refuses_ignored_parameters_that_train() -> None:
+    on_ranks(2, refuse_ignored)
+
+
 # -- refusals
+
+
+def differ(rank: Rank) -> None:
+    with launched(rank):
+        accelerator = accelerator_of(True, gradient_accumulation_steps=1 + rank.number)
+        with pytest.raises(
+            ValueError, match=r"^ranks differ in the options of Zero3Accelerator: gradient_accumulation_steps \(rank 0: 1; rank 1: 2"
+        ):
+            accelerator.prepare(llama())
+
+
+def test_prepare_refuses_accelerators_whose_options_differ() -> None:
+    on_ranks(2, differ)
+
+
+def load_half(rank: Rank, directory: str) -> None:
+    with launched(rank):
+        job = Job(rank, True)
+        job.accelerator.save_state(directory)
+        torch.distributed.barrier()
+        job.run(0, 2)
+        before = job.accelerator.get_state_dict(job.models[0])
+        if rank.number == 0:
+            (Path(directory) / "scheduler.bin").unlink()
+        torch.distributed.barrier()
+        with pytest.raises(ValueError, match=r"rank 0: .* has no scheduler\.bin; nothing was loaded"):
+            job.accelerator.load_state(directory)
+        after = job.accelerator.get_state_dict(job.models[0])
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_load_state_without_a_file_changes_nothing(tmp_path: Path) -> None:
+    on_ranks(2, load_half, str(tmp_path / "state"))
 
 
 def refused(rank: Rank) -> None:

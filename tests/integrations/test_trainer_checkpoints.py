@@ -182,6 +182,45 @@ def test_weights_without_optimizer_state_are_not_resumed_in_silence(tmp_path: Pa
         assert "checkpoint-3" in error and "checkpoint-6" in error
 
 
+def resume_with_another_optimizer(rank: Rank, directory: str) -> None:
+    with launched(rank):
+        run(rank, "Llama", directory)
+        trainer = trainer_of(True, llama(), directory, **SAVING, optim="sgd")
+        before = zero3.full_state_dict(trainer.model)
+        with pytest.raises(ValueError, match=r"the optimizer's state does not fit; nothing was loaded.*SGD"):
+            trainer.train(resume_from_checkpoint=True)
+        after = zero3.full_state_dict(trainer.model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_train_that_can_not_resume_the_optimizer_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    on_ranks(2, resume_with_another_optimizer, str(tmp_path / "run"))
+
+
+def resume_apart(rank: Rank, directory: str) -> tuple[Logs, Logs]:
+    """Each rank has a directory of its own."""
+    own = f"{directory}-{rank.number}"
+    with launched(rank):
+        straight = run(rank, "Llama", directory)
+        shutil.copytree(directory, own)
+        if rank.number:
+            cut(Path(own) / "checkpoint-6" / "trainer_state.json")
+        warnings.simplefilter("ignore")
+        resumed = run(rank, "Llama", own, True, save_strategy="no")
+        torch.distributed.barrier()
+        if rank.number:
+            shutil.rmtree(f"{own}/checkpoint-6")
+        with pytest.raises(ValueError, match=r"^ranks differ in the checkpoints that they see.*rank 1: \[\"checkpoint-3\"\].*file system"):
+            run(rank, "Llama", own, True)
+    return straight, resumed
+
+
+def test_ranks_that_see_other_checkpoints_are_told_so(tmp_path: Path) -> None:
+    """One that is broken on one rank is passed over on all."""
+    for straight, resumed in on_ranks(2, resume_apart, str(tmp_path / "run")):
+        assert resumed == straight
+
+
 def save_without_weights(rank: Rank) -> None:
     model = zero3.shard(llama())
     optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model))

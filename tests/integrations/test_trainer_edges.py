@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 import zero3
 from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
@@ -252,3 +254,75 @@ def fail_alone(rank: Rank, directory: str) -> None:
         trainer = trainer_of(True, model, directory)
         model.model.layers[1].register_forward_pre_hook(Fails(0))
         trainer.train()
+
+
+class Stops(TrainerCallback):
+    """On one rank, in the second step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        control.should_training_stop = state.global_step == 2 and torch.distributed.get_rank() == 1
+
+
+def stop_on_one(rank: Rank) -> None:
+    with launched(rank):
+        trainer_of(True, llama(), rank.scratch, callbacks=[Stops()]).train()
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_is_told_which_one_has_ended_train() -> None:
+    first, second = try_on_ranks(2, stop_on_one, fresh=True, group_timeout=6.0)
+    assert not second.error and first.error == "RuntimeError"
+    assert first.text.startswith("rank 1 has ended train() after 2 steps\nrank 0")
+
+
+# -- ranks that differ
+
+
+DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    r"arguments of training: max_grad_norm \(rank 0: 1\.0; rank 1: 0\.1\)": ({"max_grad_norm": 1.0}, {"max_grad_norm": 0.1}),
+    r"arguments of training: gradient_accumulation_steps \(rank 0: 1; rank 1: 2\), max_steps \(rank 0: 3; rank 1: 4\)": (
+        {"gradient_accumulation_steps": 1, "max_steps": 3},
+        {"gradient_accumulation_steps": 2, "max_steps": 4},
+    ),
+    r"arguments of training: save_strategy \(rank 0: \"steps\"; rank 1: \"no\"\)": ({"save_strategy": "steps"}, {"save_strategy": "no"}),
+    r"arguments of training: seed \(rank 0: 1; rank 1: 2\)": ({"seed": 1}, {"seed": 2}),
+    r"how long they train: batches of an epoch \(rank 0: 8; rank 1: 4\), steps \(rank 0: 4; rank 1: 2\)": (
+        {"max_steps": -1, "num_train_epochs": 1, "count": 32},
+        {"max_steps": -1, "num_train_epochs": 1, "count": 16},
+    ),
+}
+
+
+def differ(rank: Rank) -> list[str]:
+    found = []
+    with launched(rank):
+        for options in DIFFERING.values():
+            with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text is compared below
+                trainer_of(True, llama(), rank.scratch, **options[rank.number]).train()
+            found.append(str(caught.value))
+        with pytest.raises(ValueError, match=r"train\(resume_from_checkpoint\) \(rank 0: true; rank 1: null\)"):
+            trainer_of(True, llama(), rank.scratch).train(resume_from_checkpoint=[True, None][rank.number])
+        own = {"seed": rank.number, "data_seed": 7, "run_name": str(rank.number), "dataloader_num_workers": 0, "report_to": []}
+        trainer_of(True, llama(), rank.scratch / str(rank.number), **own, max_steps=1).train()
+    return found
+
+
+@pytest.mark.slow
+def test_train_refuses_ranks_whose_arguments_or_steps_differ() -> None:
+    first, second = on_ranks(2, differ)
+    assert first == second, "it is one error"
+    for said, expected in zip(first, DIFFERING, strict=True):
+        assert re.match(f"ranks differ in (the )?{expected}", said), said
+
+
+def leave_alone(rank: Rank) -> None:
+    policy = zero3.ShardingPolicy(ignored=lambda name, info: "norm" in name)
+    with (
+        launched(rank),
+        pytest.raises(ValueError, match=r"rank 0: ShardingPolicy\(ignored=.*leaves 7 parameters alone that train: .*norm.*Freeze them"),
+    ):
+        trainer_of(True, llama(), rank.scratch, policy=policy)
+
+
+def test_a_trainer_refuses_ignored_parameters_that_train() -> None:
+    on_ranks(2, leave_alone)

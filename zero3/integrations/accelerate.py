@@ -18,20 +18,24 @@ from ..auto_wrap import Layers
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
+from ..comm.agreement import agree
+from ..comm.factory import communicator_for
 from ..huggingface.save_pretrained import save_pretrained
 from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from ..sequences.parts import parts_of
 from ..towers.choosing import Optional
+from .alike import check_alike
 from .handover import Handover, check_chunks, check_together, is_chunk
-from .preparing import Policy, Sharding, computes_in_low_precision
+from .preparing import Policy, Sharding, computes_in_low_precision, refuse_ignored
 from .versions import require
 
 require("accelerate", __name__)
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType, recursively_apply  # noqa: E402
+from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME  # noqa: E402
 
 __all__ = ["Zero3Accelerator"]
 
@@ -41,6 +45,15 @@ _OTHERS = (
     DistributedType.DEEPSPEED,
     DistributedType.MEGATRON_LM,
     DistributedType.XLA,
+)
+_ALIKE = (  # options that decide which collectives a loop makes, and over which rows
+    "gradient_accumulation_steps",
+    "mixed_precision",
+    "even_batches",
+    "split_batches",
+    "dispatch_batches",
+    "use_seedable_sampler",
+    "step_scheduler_with_optimizer",
 )
 
 
@@ -65,7 +78,8 @@ class Zero3Accelerator(Accelerator):
 
     Args:
         args: As for `accelerate.Accelerator`.
-        policy: As for `zero3.shard`. None: what `mixed_precision` asks for.
+        policy: As for `zero3.shard`, but parameters that its `ignored` leaves alone have to be
+            frozen. None: what `mixed_precision` asks for.
         layers: As for `zero3.shard`.
         optional: As for `zero3.shard`.
         sync_each_batch: Whether `accumulate` reduces the gradients of every micro-batch.
@@ -95,6 +109,8 @@ class Zero3Accelerator(Accelerator):
     native_amp: bool
     step: int
     _optimizers: list[Any]
+    _schedulers: list[Any]
+    _custom_objects: list[Any]
     _models: list[Any]
     _step_loaded: int
 
@@ -144,6 +160,7 @@ class Zero3Accelerator(Accelerator):
                 f"{'no' if parts is None else parts.size} ranks share sequences: give zero3.shard "
                 'a mesh ("dp_shard", "sp") of that size'
             )
+        refuse_ignored(model)
 
     # -- loaders: the ranks of a group, which share sequences, are one process to them
 
@@ -205,8 +222,25 @@ class Zero3Accelerator(Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Shards models, hands their chunks to their optimizers, and prepares everything else as
         accelerate does.
+
+        Raises:
+            ValueError: Ranks differ in the options of their accelerators, a policy leaves alone
+                parameters that train (`ignored`), or an optimizer holds other parameters. The
+                first two are raised on every rank.
         """
-        models = [each for each in args if isinstance(each, nn.Module) and not is_sharded(each)]
+        given = [each for each in args if isinstance(each, nn.Module)]
+        if given:
+            sync = self.gradient_state.plugin_kwargs.get("sync_each_batch")
+            check_alike(
+                self.device,
+                "the options of Zero3Accelerator",
+                {name: getattr(self, name, None) for name in _ALIKE} | {"sync_each_batch": sync},
+                "Give every rank the same",
+                "prepare",
+            )
+        for model in filter(is_sharded, given):
+            refuse_ignored(model)
+        models = [each for each in given if not is_sharded(each)]
         optimizers = [
             each
             for each in args
@@ -217,7 +251,7 @@ class Zero3Accelerator(Accelerator):
         for model in models:
             self.shard(model)
         handover.finish()
-        for model in (each for each in args if isinstance(each, nn.Module) and is_sharded(each)):
+        for model in filter(is_sharded, given):
             check_together(model, optimizers)
         return super().prepare(*args, device_placement=device_placement)
 
@@ -336,7 +370,12 @@ class Zero3Accelerator(Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: Any = None, **load_model_func_kwargs: Any
     ) -> None:
-        """As accelerate's, on any number of ranks."""
+        """As accelerate's, on any number of ranks.
+
+        Raises:
+            ValueError: A file is missing, damaged or of something else. Every rank raises it,
+                before anything has changed.
+        """
         with self._apart():
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
             # accelerate keeps it beside the random states, which a new rank has none of
@@ -370,9 +409,29 @@ class Zero3Accelerator(Accelerator):
     def _load_sharded(self, models: list[nn.Module], input_dir: str) -> None:
         models[:] = [model for model in models if not is_sharded(model)]
         if (model := self._together()) is not None:
+            self._check_files(Path(input_dir))
             self._step_loaded = load_checkpoint(
                 Path(input_dir) / _DIRECTORY, model, self._plain_optimizers()
             )["step"]
+
+    def _check_files(self, directory: Path) -> None:
+        """accelerate would miss them when the models have changed."""
+        communicator = communicator_for(None, self.device)
+        agree(communicator, self.device, "load_state", [])  # rank 0 may have written them just now
+        kinds = (SCHEDULER_NAME, self._schedulers), (OPTIMIZER_NAME, self._optimizers)
+        needed = [
+            f"{kind}{f'_{number}' if number else ''}.bin"
+            for kind, each in kinds
+            for number in range(len(each))
+        ]
+        needed += [f"custom_checkpoint_{number}.pkl" for number in range(len(self._custom_objects))]
+        needed += [SCALER_NAME] if self.scaler is not None else []
+        missing = [name for name in needed if not (directory / name).is_file()]
+        error = ValueError(
+            f"{directory} has no {', '.join(missing)}; nothing was loaded. Prepare what was "
+            "prepared when it was saved, or load it from where save_state wrote it"
+        )
+        agree(communicator, self.device, "load_state", [], error if missing else None)
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer] | None:
         return [optimizer.optimizer for optimizer in self._apart_optimizers] or None

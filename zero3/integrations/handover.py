@@ -10,7 +10,7 @@ from torch import nn
 
 from ..access import get_trainable_chunk
 from ..core.released import ReleasedParameter
-from ..guards.marks import state_of
+from ..guards.marks import ignored_by, state_of
 from ..optim.check_optimizer import check_exact, check_optimizer
 from ..optim.param_groups import param_groups
 from ..optim.pieces import parts_of
@@ -69,7 +69,9 @@ class Handover:
             for index, group in enumerate(optimizer.param_groups):
                 group.update(self._cuts.get((number, index), {}))
                 group["params"] = [
-                    parameter for parameter in group["params"] if is_chunk(parameter)
+                    parameter
+                    for parameter in group["params"]
+                    if is_chunk(parameter) or ignored_by(parameter) is not None
                 ]
                 group.pop("param_names", None)  # of what it does not hold any more
         for model, places in zip(self._models, self._places, strict=True):
@@ -154,7 +156,8 @@ def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 def _check(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
     kind = type(optimizer).__name__
     for parameter in held_by(optimizer):
-        if id(parameter) not in known and not is_chunk(parameter):
+        frozen = ignored_by(parameter) is not None and not parameter.requires_grad
+        if id(parameter) not in known and not frozen and not is_chunk(parameter):
             name = getattr(
                 parameter, "zero3_name", f"a parameter of shape {tuple(parameter.shape)}"
             )

@@ -102,7 +102,7 @@ def check(checkpoint: Path, communicator: Communicator, device: torch.device) ->
             if isinstance(caught, ValueError)
             else ValueError(f"{checkpoint} can't be read: {type(caught).__name__}: {caught}")
         )
-    agree(communicator, device, f"whether {checkpoint} is whole", [], error)
+    agree(communicator, device, f"whether {checkpoint.name} is whole", [], error)
 
 
 def _check(checkpoint: Path, communicator: Communicator) -> None:

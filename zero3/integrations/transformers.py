@@ -37,6 +37,7 @@ from ..sequences.splitting import split_sequence
 from ..towers.choosing import Optional
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
+from .alike import check_alike
 from .engines import VLLMWeights, keep_masters
 from .handover import Handover
 from .preparing import Policy, Sharding, enclose_forward
@@ -89,6 +90,13 @@ _REFUSED = MappingProxyType(
         ),
     }
 )
+_OF_ONE_RANK = (  # beginnings of the names of arguments that a rank may have for itself
+    *("output_dir", "logging_dir", "resume_from_checkpoint", "model_init_kwargs", "chat_template"),
+    *("hub_", "push_to_hub", "trackio_", "run_name", "report_to", "project", "log_", "debug"),
+    *("disable_tqdm", "skip_memory_metrics", "num_completions_to_print", "do_", "local_rank"),
+    *("dataset_num_proc", "dataloader_num_workers", "dataloader_p", "dataloader_multi"),
+    *("ddp_timeout", "tf32", "torch_empty_cache_steps", "vllm_g", "vllm_server"),
+)
 
 
 class Zero3Mixin(_Base):
@@ -120,7 +128,8 @@ class Zero3Mixin(_Base):
 
     Args:
         args: As for the trainer class.
-        policy: As for `zero3.shard`. None: what `bf16` or `fp16` of the training arguments ask for.
+        policy: As for `zero3.shard`, but not with `stage=1`, and what its `ignored` leaves alone
+            has to be frozen. None: what `bf16` or `fp16` of the training arguments ask for.
         layers: As for `zero3.shard`.
         optional: As for `zero3.shard`.
         sequence_parallel: Each so many ranks, one after another, hold parts of the same sequences
@@ -279,13 +288,39 @@ class Zero3Mixin(_Base):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's. If a rank raises an exception, all do, and each error names that
         rank.
+
+        Raises:
+            ValueError: Ranks differ in their arguments, in the number of their steps, or in the
+                checkpoints that they see. Every rank raises it.
         """
-        with _ends_together(self.args.device):
+        with _ends_together(self):
+            self._check_arguments(resume_from_checkpoint)
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = self._newest_whole_checkpoint()
             elif resume_from_checkpoint:
                 self._check(Path(resume_from_checkpoint))
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_arguments(self, resume: Any) -> None:
+        # rows are drawn by `data_seed`, if there is one
+        own = (*_OF_ONE_RANK, *(["seed"] if self.args.data_seed is not None else []))
+        values = {k: value for k, value in self.args.to_dict().items() if not k.startswith(own)}
+        values["train(resume_from_checkpoint)"] = (
+            Path(resume).name if _is_path(resume) else resume or None
+        )
+        what = "the arguments of training"
+        check_alike(self.args.device, what, values, "Give every rank the same", "train")
+
+    def set_initial_training_values(self, args: Any, *rest: Any) -> Any:
+        """As the trainer's. Ranks compare the numbers of their steps."""
+        found = super().set_initial_training_values(args, *rest)
+        values = {"steps": found[-1]}
+        cadences = args.logging_strategy, args.save_strategy, args.eval_strategy
+        if args.gradient_accumulation_steps > 1 or "epoch" in cadences:
+            values["batches of an epoch"] = found[-2]
+        remedy = "Give every rank the same rows: the trainer deals them out"
+        check_alike(args.device, "how long they train", values, remedy, "train")
+        return found
 
     def _finder_of(self, model: nn.Module) -> BatchFinder:
         if self._zero3_finder is None or self._zero3_finder.model is not model:
@@ -466,13 +501,16 @@ class Zero3Mixin(_Base):
         checkpoints.save(Path(output_dir), self.model, self._plain_optimizer(), self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        checkpoints.load_weights(Path(resume_from_checkpoint), self.model)
+        """Nothing: the trainer has no optimizer yet, and if its state does not fit, the model is to
+        stay as it is.
+        """
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             checkpoints.load_rest(
                 Path(checkpoint), self.model, self._plain_optimizer(), self.lr_scheduler
             )
+            checkpoints.load_weights(Path(checkpoint), self.model)
         # finds no optimizer of its own; TRL's add to it
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -486,6 +524,13 @@ class Zero3Mixin(_Base):
             for path in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
             if path.name.rpartition("-")[2].isdigit()
         ]
+        check_alike(
+            self.args.device,
+            "the checkpoints that they see",
+            {"output_dir": sorted(path.name for path in found)},
+            "Put output_dir on a file system that all ranks see",
+            "train",
+        )
         broken: list[str] = []
         for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
             try:
@@ -554,14 +599,18 @@ def _is_of_trl(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "trl"
 
 
+def _is_path(resume: Any) -> bool:
+    return isinstance(resume, str | os.PathLike)
+
+
 def _without_logits(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
     return {"loss": causal_lm_loss(model, **inputs)}
 
 
 @contextmanager
-def _ends_together(device: torch.device) -> Iterator[None]:
-    """Every rank enters it. A rank that raises inside leaves a note first; the others find it when
-    the transfers with it fail.
+def _ends_together(trainer: Zero3Mixin) -> Iterator[None]:
+    """Every rank enters it. A rank that raises inside, or has ended, leaves a note; the others find
+    it when the transfers with it fail.
 
     That is when it has left the group, or at the group's timeout. It costs one small collective at
     the beginning.
@@ -570,25 +619,30 @@ def _ends_together(device: torch.device) -> Iterator[None]:
         Exception: With the rank before the message, of the same type where that is ValueError,
             TypeError, RuntimeError or OSError.
     """
+    device = trainer.args.device
     communicator = communicator_for(None, device)
     if communicator.world_size == 1:
         yield
         return
     run = communicator.exchange(os.urandom(8), device)[0].hex()
     rank, board = communicator.rank, board_for(communicator)
+
+    def leave(text: str) -> None:
+        with suppress(RuntimeError):  # the process that keeps the notes may be gone
+            if board is not None:
+                board.post(f"{run}/{rank}", text)
+
     try:
         yield
     except Exception as error:
         everyone = range(communicator.world_size)
         posted = () if board is None else (board.posted(f"{run}/{each}") for each in everyone)
-        others = [text for text in posted if text]
         said = str(error) if type(error) in _KEPT_KINDS else f"{type(error).__name__}: {error}"
         # what ranks have agreed upon names one already
-        said = said if re.match(r"ranks? \d", said) else f"rank {rank}: {said}"
-        with suppress(RuntimeError):  # the process that keeps the notes may be gone
-            if board is not None:
-                board.post(f"{run}/{rank}", said)
+        said = said if re.match(r"ranks? (\d|differ)", said) else f"rank {rank}: {said}"
+        note = f"{said} (which ended this run)"
+        others = [text for text in posted if text and text != note]
+        leave(note)
         kind = type(error) if type(error) in _KEPT_KINDS else RuntimeError
-        raise kind(
-            "\n".join([*(f"{text} (which ended this run)" for text in others), said])
-        ) from error
+        raise kind("\n".join([*others, said])) from error
+    leave(f"rank {rank} has ended train() after {trainer.state.global_step} steps")

@@ -1,0 +1,44 @@
+"""What ranks must have chosen alike, before they train by it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from ..comm.agreement import agree, exchange_texts
+from ..comm.board import by_rank
+from ..comm.factory import communicator_for
+
+__all__: list[str] = []
+
+
+def check_alike(
+    device: torch.device, what: str, values: Mapping[str, object], remedy: str, caller: str
+) -> None:
+    """Every rank calls it. Objects are compared by their types.
+
+    Raises:
+        ValueError: Ranks differ. All of them raise it, and it names each value that differs.
+    """
+    communicator = communicator_for(None, device)
+    if communicator.world_size == 1:
+        return
+    agree(communicator, device, what, [], caller=caller)
+    own = {name: json.dumps(v, skipkeys=True, default=_kind) for name, v in values.items()}
+    texts = exchange_texts(communicator, device, json.dumps(own))
+    told = [json.loads(text) for text in texts]
+    found = {
+        name: {rank: each.get(name, "nothing") for rank, each in enumerate(told)}
+        for name in sorted(set().union(*told))
+    }
+    differing = [
+        f"{name} ({by_rank(by)})" for name, by in found.items() if len(set(by.values())) > 1
+    ]
+    if differing:
+        raise ValueError(f"ranks differ in {what}: {', '.join(differing)}. {remedy}")
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
