@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +67,32 @@ def test_one_process_writes_at_a_time(name: str, run: Path, capsys: pytest.Captu
     with (unfinished(run) / ".zero3").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert main(arguments(name, run)) == 1
-        assert capsys.readouterr().err == f"zero3: another process writes {run.parent / 'out'}\n"
+        assert f"zero3: another process writes {run.parent / 'out'}; if none does, remove" in capsys.readouterr().err
         assert unfinished(run).is_dir()
     assert main(arguments(name, run)) == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_file_system_without_locks(name: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert main(arguments(name, run)) == 0
+    assert sorted(path.name for path in run.parent.iterdir()) == ["out", "run"]
+    shutil.rmtree(run.parent / "out", ignore_errors=True)
+    (run.parent / "out").unlink(missing_ok=True)
+    unfinished(run).mkdir()
+    (unfinished(run) / ".zero3").touch()  # of a process that was killed, or of one that writes
+    assert main(arguments(name, run)) == 1
+    assert "if none does, remove" in capsys.readouterr().err
+
+
+def test_a_place_that_is_a_link_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.parent / "empty").mkdir()
+    (run.parent / "out").symlink_to("empty")
+    assert main(arguments("export", run)) == 1
+    assert "out is a symbolic link: name the place that it leads to" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -107,37 +107,66 @@ def becoming(path: Path) -> Iterator[Path]:
     left is taken away.
 
     Raises:
-        ValueError: Another process writes it at this moment, or has written it; or where it would
-            be written lies something else.
+        ValueError: Another process writes it at this moment, or has written it; `path` is a
+            symbolic link; or where it would be written lies something else.
     """
-    around = path.with_name(f"{path.name}.unfinished")
+    path = Path(os.path.abspath(path))
+    if path.is_symlink():
+        raise ValueError(f"{path} is a symbolic link: name the place that it leads to")
     make_directory(path.parent)
+    around = path.with_name(f"{path.name}.unfinished")
     try:
-        around.mkdir()
-    except FileExistsError:
-        if not (around / _MARK).is_file():
-            raise ValueError(
-                f"{around} is there already, where {path} is written first: move it away"
-            ) from None
-    with (around / _MARK).open("a") as mark:
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(mark.fileno()), (around / _MARK).stat())
-        except OSError:  # the other one has it, or has just taken it away
-            mine = False
-        if not mine:
-            raise ValueError(f"another process writes {path}")
-        try:
-            remove(around / path.name)
+        with _held(around, path):
             yield around / path.name
             if path.is_dir():
                 path.rmdir()
             elif os.path.lexists(path):
                 raise ValueError(f"{path} is there already: another process has written it")
             replace(around / path.name, path)
-            sync_directory(path.absolute().parent)
+            sync_directory(path.parent)
+    finally:
+        with suppress(OSError):  # it is not empty: another process has it
+            around.rmdir()
+
+
+@contextmanager
+def _held(around: Path, path: Path) -> Iterator[None]:
+    """Inside, `around` is a directory of this process alone, empty but for a mark at the beginning,
+    and empty at the end.
+    """
+    try:
+        around.mkdir()
+        is_new = True
+    except FileExistsError:
+        is_new = False
+        if (
+            not around.is_dir()
+            or not set(names_in(around)) <= {_MARK, path.name}
+            or (names_in(around) and not (around / _MARK).is_file())
+        ):
+            raise ValueError(
+                f"{around} is there already, where {path} is written first: move it away"
+            ) from None
+    try:
+        mark = (around / _MARK).open("a")
+    except FileNotFoundError:  # the other process has ended, and taken it away
+        raise ValueError(f"another process writes {path}") from None
+    with mark:
+        try:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_mine = os.path.samestat(os.fstat(mark.fileno()), (around / _MARK).stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_mine = False
+        except OSError:  # a file system without locks: who has made the directory has it
+            is_mine = is_new
+        if not is_mine:
+            raise ValueError(f"another process writes {path}; if none does, remove {around}")
+        try:
+            remove(around / path.name)
+            yield
         finally:
-            remove(around)
+            remove(around / path.name)
+            (around / _MARK).unlink(missing_ok=True)
 
 
 def _without(views: list[memoryview], count: int) -> Iterator[memoryview]:

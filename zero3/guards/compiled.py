@@ -25,11 +25,12 @@ REASON = f"zero3: {_INSTEAD}"
 
 def leave_untraced() -> None:
     """Tells torch.compile, if it is in use, that it traces no function of zero3: its graphs end
-    there.
+    there. Nor how Triton starts the kernels of ours: inductor would start them with other options.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not rules.check_file(sys.modules["zero3"].__file__).skipped:
         rules.add("zero3")
+        rules.add("triton")  # if it is there
 
 
 class OneGraph(RuntimeError, AssertionError):

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm.plain_values import name_of
-from ..quantized.blocks import FourBits, Tiles
+from ..quantized.kernels import FourBits, Tiles
 from ..quantized.sections import QuantizedTensor
 
 __all__: list[str] = []
@@ -110,6 +110,10 @@ class FusedOnMeta:
     """In place of `quantized.fused`: an operation for each kernel, which reads and writes as many
     bytes (but for scales).
     """
+
+    @staticmethod
+    def knows(codes: torch.dtype) -> bool:
+        return True
 
     @staticmethod
     def encode(

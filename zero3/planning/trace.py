@@ -369,11 +369,12 @@ def _naming(optimizer: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any kind: it may be anybody's
-        own = optimizer if isinstance(optimizer, type) else type(optimizer)
+        made = optimizer.func if isinstance(optimizer, partial) else optimizer
+        name = getattr(made, "__name__", type(made).__name__)
         raise ValueError(
-            f"no step of {own.__name__} can be planned for: with flat parameters that have no "
-            f"values it raised {type(error).__name__}: {error}. Plan with one that keeps as many "
-            "bytes for an element; AdamW keeps two of the parameter's"
+            f"no step of {name} can be planned for: with flat parameters that have no values it "
+            f"raised {type(error).__name__}: {error}. Plan with one whose state takes as many "
+            "bytes; AdamW's takes twice the parameters'"
         ) from error
 
 

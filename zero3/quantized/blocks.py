@@ -4,20 +4,10 @@ allocated, and few passes are made.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
-from typing import NamedTuple, Protocol
-
 import torch
 from torch import Tensor
 
-from .sections import QuantizedTensor
-
 __all__: list[str] = []
-
-_log = logging.getLogger("zero3")
 
 INT8_MAX = 127
 FLOAT8_MAX = 448.0  # of torch.float8_e4m3fn
@@ -109,66 +99,3 @@ def uniform(start: int, key: int, numbers: Tensor, work: Tensor) -> Tensor:
 def _shifted(numbers: Tensor, bits: int, out: Tensor) -> Tensor:
     """`numbers` shifted to the right. Zeros follow, also behind a sign."""
     return torch.bitwise_right_shift(numbers, bits, out=out).bitwise_and_((1 << (32 - bits)) - 1)
-
-
-class FourBits(NamedTuple):
-    """How codes of four bits are read, two in a byte."""
-
-    values: Tensor  # of the sixteen codes, float32
-    first: int  # the bits by which the first of both is shifted, 4 or 0
-    size: int  # of the blocks that have one scale
-    scales: Tensor | None  # what a scale's byte stands for, float32. None: it stands for itself
-
-
-class Tiles(NamedTuple):
-    """Which elements of matrices one after another share a scale: tiles, smaller at a matrix's
-    lower and right edge.
-    """
-
-    rows: int  # of a matrix
-    columns: int
-    height: int  # of a tile
-    width: int
-
-
-class Kernels(Protocol):
-    """The module `fused`."""
-
-    def encode(
-        self,
-        values: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        size: int,
-        noise: tuple[int, int] | None,
-    ) -> None: ...
-    def decode(
-        self, codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool
-    ) -> None: ...
-    def decode_tiles(
-        self, kind: Tiles, quantized: QuantizedTensor, start: int, out: Tensor
-    ) -> None: ...
-    def decode_pairs(
-        self, kind: FourBits, quantized: QuantizedTensor, start: int, out: Tensor
-    ) -> None: ...
-
-
-def kernels_on(
-    device: torch.device, alike: Callable[[Kernels], bool], what: object
-) -> Kernels | None:
-    """The kernels of `fused`, which then is imported. None: `device` is no GPU of NVIDIA's, Triton
-    is missing, or what it makes is not `alike`.
-
-    `what`: what is decoded, for a warning.
-    """
-    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
-        return None
-    try:
-        fused: Kernels = import_module(f"{__package__}.fused")
-        if alike(fused):
-            return fused
-        reason: object = "their results differ"
-    except Exception as error:  # of any kind: it compiles, with tools of the system
-        reason = error
-    _log.warning("%s is read by torch's operations, not by Triton's kernels: %s", what, reason)
-    return None

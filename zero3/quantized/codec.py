@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .blocks import FLOAT8_MAX, INT8_MAX, FourBits, Kernels, Tiles, kernels_on
+from .blocks import FLOAT8_MAX, INT8_MAX
+from .kernels import FourBits, Kernels, Tiles, kernels_on
 from .sections import SCALES_NUMEL, QuantizedTensor
 
 __all__: list[str] = []
@@ -113,20 +114,25 @@ class Codec(ABC):
         """From now on `decode` takes them."""
         self._kernels = kernels
 
-    def use_kernels_on(self, device: torch.device) -> None:
-        """From now on `decode` takes those for `device`, if there are some."""
-        alike = partial(self._as_in_slices, device)
-        self._kernels = kernels_on(device, alike, type(self).__name__)
+    def use_kernels_on(self, device: torch.device, what: str) -> None:
+        """From now on `decode` takes those for `device`, if there are some. `what`: its format."""
+        codes = self.quantize(torch.zeros(0)).codes.dtype if device.type == "cuda" else torch.uint8
+        self._kernels = kernels_on(device, what, codes, partial(self._as_in_slices, device))
 
     def _as_in_slices(self, device: torch.device, kernels: Kernels) -> bool:
-        """Compares what they make of values of many magnitudes, from an odd place on, and with
-        short blocks at the ends.
+        """Compares what they make of values of many magnitudes, from an odd place on too, and with
+        short blocks at the ends. (Triton compiles for multiples of 16 apart.)
         """
-        values = torch.linspace(-4, 4, 175 * 187, device=device).pow(7).view(175, 187)
-        quantized = self.quantize(values)
+        return all(
+            self._same(kernels, torch.linspace(-4, 4, rows * columns, device=device), columns)
+            for rows, columns in ((175, 187), (176, 192))
+        )
+
+    def _same(self, kernels: Kernels, values: Tensor, columns: int) -> bool:
+        quantized = self.quantize(values.pow(7).view(-1, columns))
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for start in (0, 4099):
-                found = torch.zeros_like(values.view(-1)[start:], dtype=dtype)
+                found = torch.zeros_like(values[start:], dtype=dtype)
                 expected = torch.zeros_like(found)
                 self.decode_by(kernels, quantized, start, found)
                 self.decode_in_slices(quantized, start, expected)

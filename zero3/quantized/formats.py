@@ -61,7 +61,7 @@ class Format(ABC):
         device.
         """
         codec = self._codec(device)
-        codec.use_kernels_on(device)
+        codec.use_kernels_on(device, self.name)
         return codec
 
     def sections(self, shape: Shape) -> tuple[Section, ...]:
@@ -144,7 +144,7 @@ class Format(ABC):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{self.name} quantises floating tensors, found {found}")
-        return self.codec(tensor.device).quantize(tensor)
+        return self._codec(tensor.device).quantize(tensor)
 
     def dequantize(self, quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         """Computes the tensor that a quantised one stands for.

@@ -1,5 +1,6 @@
 """The arithmetic of formats on a GPU, in one kernel where torch's operations are up to eighteen:
-written in Triton, which comes with torch for CUDA. Bits are those of `blocks`, and of the codecs.
+written in Triton, which comes with torch for CUDA. Bits are those of `blocks`, and of the codecs,
+but for blocks with infinities or NaN, which become others.
 
 A kernel runs in the current stream. `kernels_on` imports this file.
 """
@@ -15,12 +16,19 @@ from torch import Tensor
 from triton import language as tl
 from triton.runtime import driver
 
-from .blocks import FLOAT8_MAX, INT8_MAX, FourBits, Tiles
+from .blocks import FLOAT8_MAX, INT8_MAX
+from .kernels import FourBits, Tiles
 from .sections import QuantizedTensor
 
 __all__: list[str] = []
 
 _TILE = 4096  # elements that a program works on, unless a block is longer
+
+
+def knows(codes: torch.dtype) -> bool:
+    """Whether the current device has numbers of this dtype."""
+    # from compute capability 8.9 on
+    return codes != torch.float8_e4m3fn or int(driver.active.get_current_target().arch) >= 89
 
 
 def encode(
@@ -41,8 +49,11 @@ def encode(
     rows = max(1, _TILE // width)
     grid = (triton.cdiv(triton.cdiv(values.numel(), size), rows),)
     numbers = (values.numel(), *(noise or (0, 0)), inverse.item())
+    sizes, warps = (size, width, rows), min(16, max(4, width // 2048))
     with _on(values):
-        _encode[grid](values, codes, scales, *numbers, size, width, rows, whole, noise is not None)
+        _encode[grid](
+            values, codes, scales, *numbers, *sizes, whole, noise is not None, num_warps=warps
+        )
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:

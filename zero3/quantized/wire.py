@@ -10,8 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .blocks import Kernels, decode_blocks, encode_blocks, kernels_on, uniform
+from .blocks import decode_blocks, encode_blocks, uniform
 from .formats import Float8, Format, Int8
+from .kernels import Kernels, kernels_on
 from .sections import aligned
 
 __all__: list[str] = []
@@ -19,6 +20,8 @@ __all__: list[str] = []
 # Elements that are worked on at once. On a CPU they stay in its cache; on an accelerator a few
 # kernels do for a large slice.
 _AT_ONCE_ON_CPU, _AT_ONCE = 2**18, 2**22
+
+_LONGEST = 2**15  # a block that a kernel works on; compiling for longer ones takes minutes
 
 Bounds = tuple[int, ...] | None
 
@@ -69,11 +72,9 @@ class Row:
         """
         start, stored = 0, self._kind.seen(raw, (self.numel,))
         if self.kernels is not None:
-            for values in _in_blocks(pieces, self._size):
-                codes, scales = stored.codes[start:], stored.scales[start // self._size :]
-                noisy = (start, key) if is_stochastic(self._kind) else None
-                self.kernels.encode(values, codes, scales, self._size, noisy)
-                start += values.numel()
+            noisy = (0, key) if is_stochastic(self._kind) else None
+            values = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+            self.kernels.encode(values, stored.codes, stored.scales, self._size, noisy)
             return
         for values in _at_once(pieces, work.numel):
             for low, count, size in self._blocks(start, values.numel()):
@@ -185,25 +186,39 @@ class Rows:
 
 def row_kernels_on(device: torch.device, kind: Format) -> Kernels | None:
     """The kernels for rows on `device`. None: torch's operations do it."""
-    return kernels_on(device, lambda kernels: _alike(kernels, kind, device), kind)
+    if block_size(kind) > _LONGEST:
+        return None
+    codes = torch.int8 if isinstance(kind, Int8) else torch.float8_e4m3fn
+    return kernels_on(device, kind.name, codes, lambda kernels: _alike(kernels, kind, device))
 
 
 def _alike(kernels: Kernels, kind: Format, device: torch.device) -> bool:
-    """Compares what both make of a slice over many magnitudes, with a short block at its end."""
-    numel = 3 * block_size(kind) + 5
-    values = torch.linspace(-4, 4, numel, device=device).pow(7)
-    seen: list[list[Tensor]] = []
-    for each in (None, kernels):
-        rows, made = Rows(kind, [numel], 0, each), [torch.ones_like(values)]
-        work = rows.work(device)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            raw, out = rows.empty(device).zero_(), torch.empty_like(values, dtype=dtype)
-            rows[0].encode([values.to(dtype)], raw, work, 3)
-            rows[0].decode(raw, out, work)
-            rows[0].decode(raw, made[0], work, add=True)
-            made += [raw, out]
-        seen.append(made)
-    return all(one.equal(other) for one, other in zip(*seen, strict=True))
+    """Compares what both make of slices over many magnitudes, one with a short block at its end.
+    (Triton compiles for multiples of 16 apart.)
+    """
+    size = block_size(kind)
+    for numel in (3 * size + 5, 16 * size):
+        values = torch.linspace(-4, 4, numel, device=device).pow(7)
+        if any(
+            not one.equal(other)
+            for one, other in zip(
+                _made(None, kind, values), _made(kernels, kind, values), strict=True
+            )
+        ):
+            return False
+    return True
+
+
+def _made(kernels: Kernels | None, kind: Format, values: Tensor) -> list[Tensor]:
+    rows, made = Rows(kind, [values.numel()], 0, kernels), [torch.ones_like(values)]
+    work = rows.work(values.device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        raw, out = rows.empty(values.device).zero_(), torch.empty_like(values, dtype=dtype)
+        rows[0].encode([values.to(dtype)], raw, work, 3)
+        rows[0].decode(raw, out, work)
+        rows[0].decode(raw, made[0], work, add=True)
+        made += [raw, out]
+    return made
 
 
 def block_size(kind: Format) -> int:
@@ -238,26 +253,3 @@ def _at_once(pieces: Sequence[Tensor], numel: int) -> Iterator[Tensor]:
                 parts, room = [], numel
     if parts:
         yield torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _in_blocks(pieces: Sequence[Tensor], size: int) -> Iterator[Tensor]:
-    """The pieces side by side, in views of whole blocks, as long as they can be. A block in which
-    pieces meet is a copy; the last may be short.
-    """
-    parts: list[Tensor] = []
-    room = size
-    for piece in pieces:
-        start = min(room, piece.numel()) if parts else 0
-        if start:
-            parts.append(piece[:start])
-            room -= start
-        if parts and not room:
-            yield torch.cat(parts)
-            parts, room = [], size
-        stop = piece.numel() - (piece.numel() - start) % size
-        if stop > start:
-            yield piece[start:stop]
-        if stop < piece.numel():
-            parts, room = [piece[stop:]], size - (piece.numel() - stop)
-    if parts:
-        yield torch.cat(parts)
