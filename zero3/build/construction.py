@@ -28,6 +28,7 @@ from ..comm.factory import (
     any_device_of,
     communicator_for,
     decline,
+    divided_beside,
 )
 from ..comm.plain_values import integer, not_copied
 from ..conductors.comparing import conductor_for
@@ -207,15 +208,10 @@ def agree_on(
                 each.take_room(held)
         except (OSError, ValueError) as caught:
             error = caught
+        divided = [divided_beside(first.request.process_group)]
         with meeting(first.communicator, error):
-            agree(
-                first.communicator,
-                first.device,
-                "what becomes a layer",
-                lines,
-                error,
-                caller=caller,
-            )
+            for subject, said in (("process_group", divided), ("what becomes a layer", lines)):
+                agree(first.communicator, first.device, subject, said, error, caller=caller)
 
 
 def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:

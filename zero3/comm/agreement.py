@@ -267,7 +267,7 @@ def _explain(reports: dict[int, dict[str, object]]) -> Exception:
         }
         if len(set(row.values())) > 1:
             return ValueError(
-                f"ranks differ in {subject}: {by_rank(row)}. All ranks must have the same model "
-                "and policy, and call the same layers in the same order."
+                f"ranks differ in {subject}: {by_rank(row)}. All ranks must have the same model, "
+                "process group (or mesh) and policy, and call the same layers in the same order."
             )
     return ValueError(f"ranks differ in {subject}")
