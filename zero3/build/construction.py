@@ -517,7 +517,8 @@ def _digest(
         if f.name not in told_by_parameters
     }
     chosen["offload"] = rests_in(request.policy)  # hosts may have different directories
-    lines = [f"policy {chosen}", f"device type {device.type}"]
+    lines = [f"policy, {name}: {value!r}" for name, value in chosen.items()]
+    lines.append(f"device type {device.type}")
     lines += [
         (
             f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, "
