@@ -140,6 +140,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError, RuntimeError: Ranks have gradients of different parameters, or a sparse one;
+                parameters are in another order on a rank (a first step finds it by their values);
                 options (a schedule's lr, say) or `kwargs` differ between ranks; or a parameter has
                 another shape than before. Every rank raises it.
             TypeError: `closure` is no function. Likewise. Or there are `kwargs`, with overlap.
@@ -189,8 +190,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             A communication hook for `ddp`.
 
         Raises:
-            ValueError: `overlap_with_ddp` is not set, or `ddp` lacks a parameter or has
-                `find_unused_parameters=True`. All ranks raise it.
+            ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter or has
+                `find_unused_parameters=True`, or ranks give its parameters in different orders. All
+                ranks raise it.
         """
         if self._overlap is None:
             raise ValueError(
