@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import caller_for
-from ..comm.agreement import agree, meeting
+from ..comm.agreement import IN_GROUP, agree, meeting
 from ..comm.communicator import Communicator
 from ..comm.factory import (
     IDENTITY_BYTES,
@@ -208,10 +208,16 @@ def agree_on(
                 each.take_room(held)
         except (OSError, ValueError) as caught:
             error = caught
-        divided = [divided_beside(first.request.process_group)]
+        lines.insert(0, IN_GROUP + divided_beside(first.request.process_group))
         with meeting(first.communicator, error):
-            for subject, said in (("process_group", divided), ("what becomes a layer", lines)):
-                agree(first.communicator, first.device, subject, said, error, caller=caller)
+            agree(
+                first.communicator,
+                first.device,
+                "what becomes a layer",
+                lines,
+                error,
+                caller=caller,
+            )
 
 
 def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
