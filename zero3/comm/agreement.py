@@ -24,9 +24,7 @@ _ABSENT = bytes(16)  # a rank that only listens sends this in place of a digest
 # that length ends so
 _AGREES = 0xA4
 NOTE_BYTES = 4
-IN_GROUP = (
-    "process_group: "  # such a line is a subject of its own, and needs no exchange of its own
-)
+IN_GROUP = "process_group: "  # begins a line that is its own subject
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
 
