@@ -146,6 +146,11 @@ SPOILED: dict[str, tuple[Callable[[Stack], object], dict[str, Any], str]] = {
     "another model": (lambda m: m.blocks.append(Block(4)), {}, "blocks.3"),
     "another rank": (lambda m: None, {"rank": 0}, "rank=0, but the process group says 1"),
     "another choice": (lambda m: None, {"layers": [Block]}, "ranks differ in what becomes a layer"),
+    "another policy": (  # the field that differs, and no other
+        lambda m: None,
+        {"policy": zero3.ShardingPolicy(prefetch_depth=3)},
+        r"rank 0: the root \(Stack\): policy, prefetch_depth: \d; rank 1: the root \(Stack\): policy, prefetch_depth: 3\. All ranks",
+    ),
     "no choice": (lambda m: None, {"layers": 3}, "layers must be a module class"),
     "a predicate that raises": (lambda m: None, {"layers": lambda name, module: {}[name]}, "rank 1: KeyError: "),
     "a policy that raises": (lambda m: None, {"policy": lambda name, module: 1 // len(name)}, "rank 1: ZeroDivisionError"),

@@ -22,7 +22,7 @@ from .build.construction import Request, agree_on, all_but, build_state, device_
 from .build.selecting import formats_of, without_ignored
 from .build.with_experts import with_experts
 from .comm.communicator import is_first
-from .comm.factory import host_communicator, parts_over
+from .comm.factory import host_communicator, make_groups, parts_over
 from .core.layer_state import LayerState
 from .core.layout import megabytes
 from .core.parameters import parameters_of
@@ -216,6 +216,7 @@ def _agreed_partition(
     """Says which part of the model becomes which layer. All ranks check it before anything
     changes.
     """
+    make_groups(common.process_group)
     error: Exception | None = None
     partition = _Partition([], common)
     try:

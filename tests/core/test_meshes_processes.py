@@ -15,8 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 import zero3
 from tests.core.test_meshes import chunks_of
+from tests.sequences import texts
+from tests.support.experts import made
 from tests.support.fsdp2 import whole
-from tests.support.processes import Rank, on_ranks
+from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
 from tests.support.training import SGD, Run, difference, difference_by_tensor, loss_of, odd_model, sentences, train_plain
 
 pytestmark = pytest.mark.slow
@@ -143,6 +145,8 @@ def refused(rank: Rank) -> list[str]:
         "no names": lambda: init_device_mesh("cpu", (2, 2)),
         "three dimensions": lambda: init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *NAMES)),
         "ranks that fall": lambda: DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=NAMES),
+        "replicas that fall": lambda: DeviceMesh("cpu", [[[2], [3]], [[0], [1]]], mesh_dim_names=(*NAMES, "sp")),
+        "replicas that cross": lambda: DeviceMesh("cpu", [[[0], [3]], [[1], [2]]], mesh_dim_names=(*NAMES, "sp")),
     }
     module, told = nn.Linear(2, 2), []
     weight = module.weight
@@ -172,13 +176,40 @@ class Root(nn.Module):
 def test_other_meshes_are_refused_on_all_ranks() -> None:
     first, *others = on_ranks(4, refused)
     assert others == [first] * 3
-    assert len(first) == 16
+    assert len(first) == 22
     for text in first[:12]:
         assert re.match(
             r"rank 0: process_group is a mesh of shape \(.*Expected is a mesh of one dimension.*'dp_replicate', 'dp_shard'", text
         )
-    assert all("ranks that rise along each dimension" in text for text in first[12:15])
-    assert "there are no replicas here" in first[15]
+    assert all("ranks that rise along each dimension" in text for text in first[12:21])
+    assert "there are no replicas here" in first[21]
+
+
+DEALT, PARTS = ("dp_shard", "ep"), ("dp_shard", "sp")
+Named = tuple[tuple[str, ...], tuple[int, ...]]
+
+
+def with_another_mesh(rank: Rank, *given: Named | None) -> None:
+    meshes = [init_device_mesh("cpu", each[1], mesh_dim_names=each[0]) if each else None for each in given]
+    dealt = given[0] is not None and given[0][0] == DEALT
+    zero3.shard(
+        made() if dealt else texts.made(), process_group=meshes[rank.number // 2], policy=zero3.ShardingPolicy(expert_parallel=dealt)
+    )
+
+
+@pytest.mark.parametrize(("one", "other", "told"), [
+    ((DEALT, (2, 2)), (DEALT, (1, 4)), "an 'ep' of size 2; ranks 2, 3: .* an 'ep' of size 4"),
+    ((DEALT, (2, 2)), None, "an 'ep' of size 2; ranks 2, 3: a group"),
+    ((PARTS, (2, 2)), None, "an 'sp' of size 2; ranks 2, 3: a group"),
+    ((NAMES, (2, 2)), ((*NAMES, "sp"), (2, 2, 1)), r"2 x 2 of .*2 x 2 x 1 \('dp_replicate', 'dp_shard', 'sp'\)"),
+])  # fmt: skip
+def test_meshes_that_divide_experts_or_sequences_otherwise_on_some_ranks_are_told(one: Named, other: Named | None, told: str) -> None:
+    outcomes = try_on_ranks(4, with_another_mesh, one, other)
+    for outcome in outcomes:
+        assert outcome.error == "ValueError", outcome
+        assert re.match(rf"ranks differ in process_group: ranks 0, 1: a mesh .*{told}", outcome.text), outcome.text
+        assert outcome.text == outcomes[0].text
+        assert outcome.seconds < PROMPT
 
 
 def right(rank: Rank) -> None:

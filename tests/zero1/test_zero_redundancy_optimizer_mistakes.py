@@ -67,6 +67,10 @@ def test_optimizers_that_need_matrices_get_whole_ones_or_are_refused(optimizer_c
     assert_same_state_dict(results[0][1], optimizer.state_dict())
 
 
+ONE = nn.Parameter(torch.ones(4, 4))
+OTHER = nn.Parameter(ONE.detach()[1:])
+
+
 @pytest.mark.parametrize(
     ("params", "optimizer_class", "options", "error", "text"),
     [
@@ -76,6 +80,8 @@ def test_optimizers_that_need_matrices_get_whole_ones_or_are_refused(optimizer_c
         ([nn.Parameter(torch.zeros(3)), {"params": []}], torch.optim.SGD, {}, TypeError, "found Parameter, dict"),
         ([{"parameters": []}], torch.optim.SGD, {}, ValueError, "has no 'params'"),
         ([nn.Parameter(torch.zeros(3))] * 2, torch.optim.SGD, {}, ValueError, "parameters 0 and 1 of group 0 are the same"),
+        ([ONE, OTHER], torch.optim.SGD, {}, ValueError, "'parameter 0 of group 0' and 'parameter 1 of group 0' overlap in memory"),
+        ([{"params": [("a", ONE)]}, {"params": [("b", OTHER)]}], torch.optim.SGD, {}, ValueError, "'a' and 'b' overlap in memory"),
         ([torch.zeros(3).to_sparse()], torch.optim.SGD, {}, ValueError, "sparse"),
         ([nn.Parameter(torch.zeros(3))], torch.optim.LBFGS, {}, ValueError, "LBFGS can't be spread over ranks"),
         ([nn.Parameter(torch.zeros(3))], torch.optim.LBFGS, {"whole": True}, ValueError, "LBFGS can't be spread over ranks"),
@@ -83,7 +89,7 @@ def test_optimizers_that_need_matrices_get_whole_ones_or_are_refused(optimizer_c
         ([nn.Parameter(torch.zeros(3))], lambda groups: groups, {}, ValueError, "torch.optim.Optimizer"),
         ([nn.Parameter(torch.zeros(3))], torch.optim.SGD, {"lr": -1.0}, ValueError, "Invalid learning rate"),
     ],
-    ids=range(12),
+    ids=range(14),
 )  # fmt: skip
 def test_mistakes_raise_on_every_rank(
     params: Any, optimizer_class: Any, options: dict[str, Any], error: type[Exception], text: str
@@ -96,6 +102,25 @@ def test_mistakes_raise_on_every_rank(
             zero3.ZeroRedundancyOptimizer(*mine, group, **options if mine[0] is params else {})
 
     on_threads(1, body)
+    on_threads(2, body)
+
+
+def test_a_group_over_the_memory_of_another_one_is_refused_on_every_rank_and_disjoint_views_train_as_plain() -> None:
+    def halves() -> list[nn.Parameter]:
+        memory = torch.arange(40.0).view(8, 5)
+        return [nn.Parameter(memory[:, :2]), nn.Parameter(memory[:4, 2:]), nn.Parameter(memory[4:, 2:])]
+
+    plain = halves()
+    expected = train(torch.optim.AdamW(plain, **ADAMW), plain, range(3))
+
+    def body(group: Any) -> None:
+        parameters = halves()
+        ours = ours_on(group, parameters[:2], **ADAMW)
+        with pytest.raises(ValueError, match="rank 1: parameters 'parameter 1 of group 0' and 'parameter 0 of group 1' overlap"):
+            ours.add_param_group({"params": nn.Parameter(parameters[1].detach()) if group.rank else parameters[2]})
+        ours.add_param_group({"params": parameters[2]})
+        assert_same_bits(train(ours, parameters, range(3)), expected)
+
     on_threads(2, body)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import caller_for
-from ..comm.agreement import agree, meeting
+from ..comm.agreement import IN_GROUP, agree, meeting
 from ..comm.communicator import Communicator
 from ..comm.factory import (
     IDENTITY_BYTES,
@@ -28,6 +28,7 @@ from ..comm.factory import (
     any_device_of,
     communicator_for,
     decline,
+    divided_beside,
 )
 from ..comm.plain_values import integer, not_copied
 from ..conductors.comparing import conductor_for
@@ -207,6 +208,7 @@ def agree_on(
                 each.take_room(held)
         except (OSError, ValueError) as caught:
             error = caught
+        lines.insert(0, IN_GROUP + divided_beside(first.request.process_group))
         with meeting(first.communicator, error):
             agree(
                 first.communicator,
@@ -521,7 +523,8 @@ def _digest(
         if f.name not in told_by_parameters
     }
     chosen["offload"] = rests_in(request.policy)  # hosts may have different directories
-    lines = [f"policy {chosen}", f"device type {device.type}"]
+    lines = [f"policy, {name}: {value!r}" for name, value in chosen.items()]
+    lines.append(f"device type {device.type}")
     lines += [
         (
             f"parameter {b.name}: shape {tuple(b.parameter.shape)}, {b.parameter.dtype}, "

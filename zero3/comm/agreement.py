@@ -24,6 +24,7 @@ _ABSENT = bytes(16)  # a rank that only listens sends this in place of a digest
 # that length ends so
 _AGREES = 0xA4
 NOTE_BYTES = 4
+IN_GROUP = "process_group: "  # begins a line that is its own subject
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
 
@@ -266,8 +267,11 @@ def _explain(reports: dict[int, dict[str, object]]) -> Exception:
             for rank, column in columns.items()
         }
         if len(set(row.values())) > 1:
+            if all(text.startswith(IN_GROUP) for text in row.values()):
+                subject = IN_GROUP.removesuffix(": ")
+                row = {rank: text.removeprefix(IN_GROUP) for rank, text in row.items()}
             return ValueError(
-                f"ranks differ in {subject}: {by_rank(row)}. All ranks must have the same model "
-                "and policy, and call the same layers in the same order."
+                f"ranks differ in {subject}: {by_rank(row)}. All ranks must have the same model, "
+                "process group (or mesh) and policy, and call the same layers in the same order."
             )
     return ValueError(f"ranks differ in {subject}")

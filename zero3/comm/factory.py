@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .board import numbered
 from .communicator import Communicator, SoloCommunicator
 from .gloo import IDENTITY_BYTES as IDENTITY_BYTES
 from .gloo import GlooCommunicator
@@ -22,6 +24,7 @@ __all__: list[str] = []
 _MESH = ("dp_replicate", "dp_shard")
 _DEALT = ("dp_shard", "ep")
 _PARTS = ("dp_shard", "sp")
+_REPEATED_PARTS = ("dp_replicate", *_PARTS)
 _NOT_A_MEMBER = (
     "this process is not a member of the process_group it passed: only members may build the layer"
 )
@@ -157,6 +160,35 @@ def parts_over(process_group: Any) -> int:
     return 1 if group is None else int(group.world_size)
 
 
+def divided_beside(process_group: Any) -> str:
+    """What a mesh divides beside chunks, of which the communicator of its ranks does not tell."""
+    if is_dealt(process_group):
+        return f"a mesh that deals experts over an 'ep' of size {process_group.size(1)}"
+    if (parts := parts_over(process_group)) > 1:
+        return f"a mesh that divides sequences over an 'sp' of size {parts}"
+    return "a group, or a mesh that divides neither experts nor sequences"
+
+
+def make_groups(process_group: Any) -> None:
+    """Makes the group of shards that a mesh lacks. All ranks of the job take part in that, so those
+    of the mesh meet before.
+
+    Raises:
+        ValueError: Ranks wait for each other with other groups or meshes. All of them raise it.
+    """
+    names = getattr(process_group, "mesh_dim_names", None)
+    if names not in (_DEALT, _PARTS, _REPEATED_PARTS) or process_group.get_coordinate() is None:
+        return
+    members, shape = process_group.mesh.flatten().tolist(), process_group.mesh.shape
+    if len(members) == dist.get_world_size() and (len(shape) == 2 or shape[0] == 1):
+        return
+    what = f"a mesh of {' x '.join(map(str, shape))} {names} of {numbered(members)}"
+    board = board_of(what, members, members.index(dist.get_rank()))
+    # a mistake in the mesh is found again, and then told
+    with nullcontext() if board is None else board.meeting(), suppress(ValueError):
+        communicator_for(process_group, any_device_of(process_group))
+
+
 def shares_sequences(process_group: Any, model: Communicator, device: torch.device) -> Shared:
     """`model`: the communicator of all ranks, those of `process_group`. All ranks call it."""
     if isinstance(process_group, DeviceMesh):
@@ -268,19 +300,17 @@ def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
     names = mesh.mesh_dim_names
     if is_dealt(mesh) or names == _PARTS:
         return communicator_for(_flat_group(mesh), device)
-    if names == (_MESH[0], *_PARTS):
-        shards = _flat_group(mesh[_PARTS]) if mesh.size(0) > 1 else _flat_group(mesh)
-        return _of_replicas(mesh.mesh.flatten(1), (mesh.get_group(0), shards), device)
-    if mesh.ndim > 2 or (mesh.ndim == 2 and names != _MESH):
+    parted = names == _REPEATED_PARTS
+    if not parted and (mesh.ndim > 2 or (mesh.ndim == 2 and names != _MESH)):
         raise WrongMesh(
             f"process_group is a mesh of shape {tuple(mesh.mesh.shape)} with the dimensions "
             f"{names}. Expected is a mesh of one dimension, over which chunks are cut, or of two "
             f"named {_MESH}: chunks are cut over the second and repeated over the first. Or, with "
             f"expert_parallel=True, {_DEALT}: experts are dealt over the second. Or "
-            f"{_PARTS} or {(_MESH[0], *_PARTS)}: sequences are divided over the last. "
+            f"{_PARTS} or {_REPEATED_PARTS}: sequences are divided over the last. "
             'Slice a larger mesh: mesh["dp_replicate", "dp_shard"]'
         )
-    ranks = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1))
+    ranks = mesh.mesh.flatten(1) if mesh.ndim > 1 else mesh.mesh[None]
     if not all(bool((each.diff() > 0).all()) for each in (*ranks, *ranks.T)):
         raise WrongMesh(
             f"process_group is a mesh of the ranks {ranks.tolist()}, expected ranks that rise "
@@ -288,6 +318,9 @@ def _of_mesh(mesh: DeviceMesh, device: torch.device) -> Communicator:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(_NOT_A_MEMBER)
+    if parted:
+        shards = _flat_group(mesh[_PARTS] if mesh.size(0) > 1 else mesh)
+        return _of_replicas(ranks, (mesh.get_group(0), shards), device)
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     return _of_replicas(ranks, ([None, *groups] if mesh.ndim == 1 else groups), device)
 

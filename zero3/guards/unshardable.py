@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,21 +54,34 @@ def check_parameters(
                 f"dtype={dtype}: dtype checks what the optimizer updates, it converts nothing. "
                 "Convert the module before wrapping, or drop the argument."
             )
-    _check_overlap(
-        [sites for sites in parameters if not sites.parameter.is_meta and sites.parameter.numel()]
-    )
-
-
-def _check_overlap(parameters: list[ParameterSites]) -> None:
-    spans = []
     for sites in parameters:
         parameter = sites.parameter
-        if _overlaps_itself(parameter):
+        if _has_memory(parameter) and _overlaps_itself(parameter):
             raise ValueError(
                 f"parameter {sites.name!r} overlaps itself (shape {tuple(parameter.shape)}, "
                 f"stride {parameter.stride()}): a tensor with several names for one element can't "
                 "be trained. Use .clone() before wrapping."
             )
+    check_overlap(parameters)
+
+
+class Named(Protocol):
+    """A parameter and its name in errors."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameter(self) -> Tensor: ...
+
+
+def check_overlap(parameters: Iterable[Named]) -> None:
+    """Raises ValueError, with both names, if two of `parameters` share an element in memory."""
+    spans = []
+    for sites in parameters:
+        parameter = sites.parameter
+        if not _has_memory(parameter):
+            continue
         last = sum(
             (size - 1) * stride
             for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
@@ -80,7 +94,7 @@ def _check_overlap(parameters: list[ParameterSites]) -> None:
             )
         )
     # spans that end behind the start of the present one
-    reached: list[tuple[int, ParameterSites]] = []
+    reached: list[tuple[int, Named]] = []
     for start, stop, sites in sorted(spans, key=lambda span: span[:2]):
         reached = [(end, other) for end, other in reached if end > start]
         for _, other in reached:
@@ -92,6 +106,10 @@ def _check_overlap(parameters: list[ParameterSites]) -> None:
                     "objects. Make them one Parameter if they are tied, or .clone() one of them."
                 )
         reached.append((stop, sites))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.numel() > 0
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

@@ -41,7 +41,8 @@ class DDPOverlap:
 
     def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
         lines = [f"hook(), reduction={'mean' if reduction is None else function_name(reduction)}"]
-        self._shards.ranks.agree(lines, mistake_in(lambda: self._check(ddp, reduction)))
+        error = mistake_in(lambda: lines.extend(self._checked(ddp, reduction)))
+        self._shards.ranks.agree(lines, error)
         self.hooked = True
         self._spreads = {spread.parameter: spread for spread in self._shards.spreads}
         ddp.register_forward_pre_hook(self._note_forward)
@@ -61,7 +62,8 @@ class DDPOverlap:
                 "before training"
             )
 
-    def _check(self, ddp: Any, reduction: object) -> None:
+    def _checked(self, ddp: Any, reduction: object) -> list[str]:
+        """Returns which parameters of `ddp` the optimizer's are, or raises."""
         if reduction is not None and not callable(reduction):
             raise TypeError(
                 f"reduction must be a communication hook, found {type(reduction).__name__}"
@@ -70,7 +72,7 @@ class DDPOverlap:
             raise TypeError(
                 f"hook() takes the DistributedDataParallel model, found a {type(ddp).__name__}"
             )
-        known = set(ddp.parameters())
+        known = {parameter: name for name, parameter in ddp.named_parameters()}
         if foreign := next(
             (spread.name for spread in self._shards.spreads if spread.parameter not in known), None
         ):
@@ -84,6 +86,7 @@ class DDPOverlap:
                 "parameters no rank has used, so that they must be left as they are, is known "
                 "only after the backward"
             )
+        return [f"{spread.name} is {known[spread.parameter]}" for spread in self._shards.spreads]
 
     def _note_forward(self, ddp: Any, *_: Any) -> None:
         """Of a forward whose backward will reduce."""

@@ -16,6 +16,7 @@ from ..comm.agreement import meeting
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.factory import process_group_of
 from ..comm.plain_values import integer
+from ..guards.unshardable import check_overlap
 from .ddp_overlap import DDPOverlap
 from .division import Packing
 from .groups import (
@@ -59,9 +60,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         defaults: Options for `optimizer_class`.
 
     Raises:
-        ValueError: There are no parameters, a parameter appears twice or belongs to a sharded
-            model, parameters or flags differ between ranks, or `optimizer_class` makes no torch
-            optimizer or one that updates parts differently. Every rank raises it.
+        ValueError: There are no parameters, a parameter appears twice, shares memory with another
+            one or belongs to a sharded model, parameters or flags differ between ranks, or
+            `optimizer_class` makes no torch optimizer or one that updates parts differently. Every
+            rank raises it.
         TypeError: `params` is no iterable of tensors or dicts. Every rank raises it.
 
     Example::
@@ -97,7 +99,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             spreads_of(group, number, whole=self._whole[number])
             for number, group in enumerate(groups)
         ]
-        devices = (spread.parameter.device for held in spreads for spread in held)
+        every = [spread for held in spreads for spread in held]
+        error = error or mistake_in(lambda: check_overlap(every))
+        devices = (spread.parameter.device for spread in every)
         ranks, mistake = Ranks.of(process_group, devices)
         self.process_group = process_group_of(ranks.first)
         self.rank, self.world_size = ranks.index, ranks.count
@@ -107,7 +111,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         lines = [
             flags,
-            *(line_of(spread) for held in spreads for spread in held),
+            *map(line_of, every),
             *self._options(groups),
         ]
         with meeting(ranks.first, error := error or mistake):
@@ -136,6 +140,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError, RuntimeError: Ranks have gradients of different parameters, or a sparse one;
+                parameters are in another order on a rank (a first step finds it by their values);
                 options (a schedule's lr, say) or `kwargs` differ between ranks; or a parameter has
                 another shape than before. Every rank raises it.
             TypeError: `closure` is no function. Likewise. Or there are `kwargs`, with overlap.
@@ -185,8 +190,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             A communication hook for `ddp`.
 
         Raises:
-            ValueError: `overlap_with_ddp` is not set, or `ddp` lacks a parameter or has
-                `find_unused_parameters=True`. All ranks raise it.
+            ValueError: `overlap_with_ddp` is not set, `ddp` lacks a parameter or has
+                `find_unused_parameters=True`, or ranks give its parameters in different orders. All
+                ranks raise it.
         """
         if self._overlap is None:
             raise ValueError(
@@ -203,8 +209,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             param_group: A dict of `params` and their options.
 
         Raises:
-            ValueError: A parameter is in a group already, or ranks add different parameters. Every
-                rank raises it.
+            ValueError: A parameter is in a group already or shares memory with another one, or
+                ranks add different parameters. Every rank raises it.
             RuntimeError: `overlap_with_ddp=True`, and `hook` was called already.
         """
         if (shards := self._shards) is None:  # torch's constructor
@@ -219,6 +225,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             error = error or mistake_in(lambda: self._check([before]))
         added = self.param_groups[before:]
         spreads = spreads_of(added[0], before, whole=self._whole[before]) if added else []
+        error = error or mistake_in(lambda: check_overlap([*shards.spreads, *spreads]))
         try:
             shards.ranks.agree(
                 [*map(line_of, spreads), *self._options(added, before), *changes],

@@ -17,6 +17,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import WrongMesh, any_device_of, communicator_for
 from ..comm.plain_values import decode_scalar, encode_scalar
+from .listing import Listing
 
 __all__: list[str] = []
 
@@ -72,20 +73,26 @@ class Ranks:
         )
 
     def roll_call(
-        self, lines: list[str], *, joined: bool, error: Exception | None = None
+        self,
+        lines: list[str],
+        *,
+        joined: bool,
+        error: Exception | None = None,
+        listing: Listing | None = None,
     ) -> int | None:
         """Returns the first rank with data, if another one has joined (has no data any more). It
         tells the others what to do.
 
-        Ranks with data compare `lines`. Each rank sends 16 bytes; texts follow only if these
-        differ.
+        Ranks with data compare `lines`, and the `listing` of parameters in a first step. Each rank
+        sends 16 bytes; texts follow only if these differ.
 
         Raises:
             ValueError, TypeError, RuntimeError: The `error` of a rank, or the first line that
                 differs. Every rank raises it.
         """
         state = _JOINED if joined else _ACTIVE if error is None else _FAILED
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()[:15]
+        sums = b"" if listing is None else listing.sums
+        digest = hashlib.sha256("\n".join(lines).encode() + sums).digest()[:15]
         subject = "what a step of ZeroRedundancyOptimizer updates"
         with self.naming("comparing with the other ranks", subject, "ZeroRedundancyOptimizer.step"):
             said = self.first.exchange(digest + bytes([state]), self.device)
@@ -94,7 +101,12 @@ class Ranks:
             any(said[rank][-1] == _FAILED for rank in active)
             or len({said[rank] for rank in active}) > 1
         ):
-            agree(self.first, self.device, "what a step updates", lines, error)
+            told = None if joined else lines
+            agree(self.first, self.device, "what a step updates", told, error)
+            if listing is not None:  # lines are alike, but not what parameters hold
+                with self.naming("comparing with the other ranks", subject):
+                    held = self.first.exchange(sums, self.device)
+                listing.check({rank: held[rank] for rank in active})
         return active[0] if 0 < len(active) < self.count else None
 
     def tell(self, values: dict[str, Any], source: int, what: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .division import Bucket, Packing, Spread, divide, flat, is_gapless, laid_out_as
 from .gathers import Gathers
 from .groups import changes_in, notes_of
+from .listing import Listing
 from .local import Groups, LocalOptimizers, copy_options, options_of, step_locally
 from .ranks import Ranks
 
@@ -31,6 +32,7 @@ class Shards:
         self._given: list[dict[str, str]] = []  # the caller's options after the last update
         self._buckets: list[Bucket] = []
         self._packing = packing
+        self._ordered = False  # ranks have compared the order of parameters
         self._owned = [0] * ranks.count  # the bytes of whole parameters that each rank has
 
     def create(
@@ -91,9 +93,14 @@ class Shards:
         """
         present = [spread.parameter.grad is not None for spread in self.spreads]
         error = error or (None if joined else self.mistake())
+        compares = not self._ordered and error is None and self.ranks.count > 1
         leader = self.ranks.roll_call(
-            [] if joined else [*_lines(self.spreads), *lines], joined=joined, error=error
+            [] if joined else [*_lines(self.spreads), *lines],
+            joined=joined,
+            error=error,
+            listing=Listing(self.spreads, self.ranks.device) if compares else None,
         )
+        self._ordered = True
         if leader is not None:
             told: dict[str, Any] = {
                 "gradients": present,
@@ -148,6 +155,7 @@ class Shards:
         return next((mistake for mistake in found if mistake is not None), None)
 
     def _divide(self, spreads: list[Spread]) -> None:
+        self._ordered = False
         self._buckets += divide(spreads, self._packing, self._owned)
         self.spreads += spreads
         for spread in spreads:
