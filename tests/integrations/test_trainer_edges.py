@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 import zero3
 from tests.support.processes import PROMPT, Rank, on_ranks, try_on_ranks
@@ -293,6 +294,11 @@ DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@dataclass
+class WithOwn(TrainingArguments):
+    cache: str = ""
+
+
 def differ(rank: Rank) -> list[str]:
     found = []
     with launched(rank):
@@ -303,7 +309,10 @@ def differ(rank: Rank) -> list[str]:
         with pytest.raises(ValueError, match=r"train\(resume_from_checkpoint\) \(rank 0: true; rank 1: null\)"):
             trainer_of(True, llama(), rank.scratch).train(resume_from_checkpoint=[True, None][rank.number])
         own = {"seed": rank.number, "data_seed": 7, "run_name": str(rank.number), "dataloader_num_workers": 0, "report_to": []}
-        trainer_of(True, llama(), rank.scratch / str(rank.number), **own, max_steps=1).train()
+        trainer = trainer_of(True, llama(), rank.scratch / str(rank.number), **own, max_steps=1)
+        trainer.args.__class__ = WithOwn
+        trainer.args.cache = f"/disk/of/host/{rank.number}"
+        trainer.train()
     return found
 
 

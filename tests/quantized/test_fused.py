@@ -116,6 +116,7 @@ AT_REST = [NF4(), NF4(double_quant=False), NF4(block_size=128), MXFP4(), Int8(),
 def test_values_of_tensors_at_rest(fused: Any, kind: Any, shape: tuple[int, ...], start: int, stop: int) -> None:
     """From the element `start` on, without the last `stop`."""
     quantized, codec = kind.quantize(drawn(math.prod(shape), 1, torch.float32).view(shape).to(DEVICE)), kind.codec(DEVICE)
+    assert quantized.codes.dtype == codec.codes
     start, stop = start % quantized.numel, quantized.numel - stop
     for dtype in EXACT if start < stop else ():
         expected, found = (torch.zeros(stop - start, dtype=dtype, device=DEVICE) for _ in range(2))

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -304,7 +305,11 @@ class Zero3Mixin(_Base):
     def _check_arguments(self, resume: Any) -> None:
         # rows are drawn by `data_seed`, if there is one
         own = (*_OF_ONE_RANK, *(["seed"] if self.args.data_seed is not None else []))
-        values = {k: value for k, value in self.args.to_dict().items() if not k.startswith(own)}
+        # a class of the user's may hold anything, such as directories of a host
+        libraries = (kind for kind in type(self.args).__mro__ if not _is_users(kind))
+        known = {field.name for field in fields(next(libraries))}
+        told = self.args.to_dict().items()
+        values = {k: value for k, value in told if k in known and not k.startswith(own)}
         values["train(resume_from_checkpoint)"] = (
             Path(resume).name if _is_path(resume) else resume or None
         )
@@ -593,6 +598,10 @@ def _numel_but_for_embeddings(model: nn.Module) -> int:
 def _generate(model: nn.Module, generate: Any, /, *args: Any, **kwargs: Any) -> Any:
     with resident(model):
         return generate(*args, **kwargs)
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("transformers", "trl")
 
 
 def _is_of_trl(kind: type) -> bool:

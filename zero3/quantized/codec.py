@@ -102,6 +102,7 @@ class Codec(ABC):
         """
 
     _chosen: Callable[[range], Iterable[int]] = staticmethod(iter)
+    codes = torch.uint8  # their dtype
     _kernels: Kernels | None = None
 
     @abstractmethod
@@ -116,8 +117,7 @@ class Codec(ABC):
 
     def use_kernels_on(self, device: torch.device, what: str) -> None:
         """From now on `decode` takes those for `device`, if there are some. `what`: its format."""
-        codes = self.quantize(torch.zeros(0)).codes.dtype if device.type == "cuda" else torch.uint8
-        self._kernels = kernels_on(device, what, codes, partial(self._as_in_slices, device))
+        self._kernels = kernels_on(device, what, self.codes, partial(self._as_in_slices, device))
 
     def _as_in_slices(self, device: torch.device, kernels: Kernels) -> bool:
         """Compares what they make of values of many magnitudes, from an odd place on too, and with
@@ -274,6 +274,8 @@ class PairTable:
 class Int8Codec(BlockCodec):
     """Codes from -127 to 127, times one float32 for each block."""
 
+    codes = torch.int8
+
     def decode_by(
         self, kernels: Kernels, quantized: QuantizedTensor, start: int, out: Tensor
     ) -> None:
@@ -304,6 +306,8 @@ class Float8Codec(Codec):
     The tensor's last two dimensions are a matrix's. Tiles at its lower and its right edge may be
     smaller. The tiles side by side are a band, so whole blocks are whole bands.
     """
+
+    codes = torch.float8_e4m3fn
 
     def __init__(self, height: int, width: int, device: torch.device) -> None:
         self._height = height
