@@ -523,7 +523,7 @@ def _digest(
         if f.name not in told_by_parameters
     }
     chosen["offload"] = rests_in(request.policy)  # hosts may have different directories
-    lines = [f"policy, {name}: {value!r}" for name, value in chosen.items()]
+    lines = [f"policy { {name: value} }" for name, value in chosen.items()]
     lines.append(f"device type {device.type}")
     lines += [
         (
