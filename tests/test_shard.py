@@ -149,7 +149,7 @@ SPOILED: dict[str, tuple[Callable[[Stack], object], dict[str, Any], str]] = {
     "another policy": (  # the field that differs, and no other
         lambda m: None,
         {"policy": zero3.ShardingPolicy(prefetch_depth=3)},
-        r"rank 0: the root \(Stack\): policy \{'prefetch_depth': \d\}; rank 1: the root \(Stack\): policy \{'prefetch_depth': 3\}\. All ranks",
+        r"rank 0: the root \(Stack\): policy {'prefetch_depth': \d}; rank 1: the root \(Stack\): policy {'prefetch_depth': 3}\. All ranks",
     ),
     "no choice": (lambda m: None, {"layers": 3}, "layers must be a module class"),
     "a predicate that raises": (lambda m: None, {"layers": lambda name, module: {}[name]}, "rank 1: KeyError: "),
