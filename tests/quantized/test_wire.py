@@ -123,11 +123,11 @@ def test_only_formats_of_eight_bits_travel() -> None:
 class OneByOne:
     """In place of Triton's kernels: each block by itself, with memory of its own."""
 
-    def encode(self, values: Tensor, codes: Tensor, scales: Tensor, size: int, noise: tuple[int, int] | None) -> None:
+    def encode(self, values: Tensor, codes: Tensor, scales: Tensor, size: int, key: int | None) -> None:
         for number, part in enumerate(values.split(size) if len(values) else ()):
             place, work = slice(number * size, number * size + len(part)), torch.empty(len(part) + 1)
             numbers = torch.empty(2, len(part), dtype=torch.int32)
-            random = None if noise is None else uniform(noise[0] + place.start, noise[1], *numbers)[None]
+            random = None if key is None else uniform(place.start, key, *numbers)[None]
             encode_blocks(part[None], codes[None, place], scales[number : number + 1], work, random)
 
     def decode(self, codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:

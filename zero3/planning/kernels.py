@@ -116,15 +116,12 @@ class FusedOnMeta:
         return True
 
     @staticmethod
-    def encode(
-        values: Tensor, codes: Tensor, scales: Tensor, size: int, noise: tuple[int, int] | None
-    ) -> None:
-        codes[: values.numel()].copy_(values)
+    def encode(values: Tensor, codes: Tensor, scales: Tensor, size: int, key: int | None) -> None:
+        codes.copy_(values)
 
     @staticmethod
     def decode(codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:
-        values = codes[: out.numel()]
-        out.add_(values) if add else out.copy_(values)
+        out.add_(codes) if add else out.copy_(codes)
 
     @staticmethod
     def decode_tiles(kind: Tiles, quantized: QuantizedTensor, start: int, out: Tensor) -> None:

@@ -8,6 +8,7 @@ A kernel runs in the current stream. `kernels_on` imports this file.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ from .sections import QuantizedTensor
 __all__: list[str] = []
 
 _TILE = 4096  # elements that a program works on, unless a block is longer
+# dtype of codes -> what a block's largest value is multiplied with, as torch divides on a GPU
+_INVERSE = MappingProxyType(
+    {
+        torch.int8: (1 / torch.tensor(INT8_MAX, dtype=torch.float32)).item(),
+        torch.float8_e4m3fn: (1 / torch.tensor(FLOAT8_MAX, dtype=torch.float32)).item(),
+    }
+)
 
 
 def knows(codes: torch.dtype) -> bool:
@@ -31,29 +39,23 @@ def knows(codes: torch.dtype) -> bool:
     return codes != torch.float8_e4m3fn or int(driver.active.get_current_target().arch) >= 89
 
 
-def encode(
-    values: Tensor, codes: Tensor, scales: Tensor, size: int, noise: tuple[int, int] | None
-) -> None:
+def encode(values: Tensor, codes: Tensor, scales: Tensor, size: int, key: int | None) -> None:
     """Writes the codes, and the scales, of blocks of `size` elements; the last may be short.
 
     Args:
         values: `[n]`, of any floating dtype.
         codes: Where codes come, `[n]`, int8 or float8_e4m3fn.
-        scales: Where scales come, one for each block, float32. Both may be longer.
+        scales: Where scales come, one for each block, float32.
         size: The length of a block.
-        noise: (start, key) of `uniform`, for stochastic rounding. None: to the nearest.
+        key: Of `uniform`, for stochastic rounding. None: to the nearest.
     """
-    whole = codes.dtype == torch.int8
-    inverse = 1 / torch.tensor(INT8_MAX if whole else FLOAT8_MAX, dtype=torch.float32)
     width = triton.next_power_of_2(size)
     rows = max(1, _TILE // width)
     grid = (triton.cdiv(triton.cdiv(values.numel(), size), rows),)
-    numbers = (values.numel(), *(noise or (0, 0)), inverse.item())
-    sizes, warps = (size, width, rows), min(16, max(4, width // 2048))
+    numbers = (values.numel(), key or 0, _INVERSE[codes.dtype], size, width, rows)
+    kinds, warps = (codes.dtype == torch.int8, key is not None), min(16, max(4, width // 2048))
     with _on(values):
-        _encode[grid](
-            values, codes, scales, *numbers, *sizes, whole, noise is not None, num_warps=warps
-        )
+        _encode[grid](values, codes, scales, *numbers, *kinds, num_warps=warps)
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool) -> None:
@@ -90,13 +92,12 @@ def _on(tensor: Tensor) -> AbstractContextManager[None]:
     return found
 
 
-@triton.jit(do_not_specialize=("start", "key"))  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("key",))  # type: ignore[untyped-decorator]
 def _encode(  # type: ignore[no-untyped-def]
     values,
     codes,
     scales,
     numel,
-    start,
     key,
     inverse,
     size: tl.constexpr,
@@ -111,12 +112,11 @@ def _encode(  # type: ignore[no-untyped-def]
     inside = (lane < size) & (place < numel)
     found = tl.load(values + place, inside, other=0.0).to(tl.float32)
     broken = tl.max((found != found).to(tl.int32), 1) > 0  # `tl.max` leaves out what is no number
-    # as torch divides by a number on a GPU
     scale = tl.where(broken, float("nan"), tl.max(tl.abs(found), 1) * inverse)
     tl.store(scales + block, scale, block * size < numel)
     quotient = tl.div_rn(found, tl.where(scale == 0, 1.0, scale)[:, None])
     if noisy:  # `uniform`
-        bits = (place + start).to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
+        bits = place.to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
         bits = (bits ^ (bits >> 16)) * 0x7FEB352D
         bits = (bits ^ (bits >> 15)) * 0x846CA68B
         bits = ((bits ^ (bits >> 16)) >> 9) | 0x3F800000

@@ -43,12 +43,7 @@ class Kernels(Protocol):
 
     def knows(self, codes: torch.dtype) -> bool: ...
     def encode(
-        self,
-        values: Tensor,
-        codes: Tensor,
-        scales: Tensor,
-        size: int,
-        noise: tuple[int, int] | None,
+        self, values: Tensor, codes: Tensor, scales: Tensor, size: int, key: int | None
     ) -> None: ...
     def decode(
         self, codes: Tensor, scales: Tensor, out: Tensor, size: int, *, add: bool

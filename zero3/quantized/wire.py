@@ -72,7 +72,7 @@ class Row:
         """
         start, stored = 0, self._kind.seen(raw, (self.numel,))
         if self.kernels is not None:
-            noisy = (0, key) if is_stochastic(self._kind) else None
+            noisy = key if is_stochastic(self._kind) else None
             values = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
             self.kernels.encode(values, stored.codes, stored.scales, self._size, noisy)
             return
