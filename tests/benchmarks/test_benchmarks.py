@@ -182,6 +182,11 @@ def test_plans_against_a_gpu_in_smoke_mode(tmp_path: Path) -> None:
     assert found["cases"][case]["plan"]["peak"] > 0 and found["cases"][case]["measured"]["seconds"] > 0
 
 
+def test_formats_on_a_gpu_in_smoke_mode(tmp_path: Path) -> None:
+    found = run("gpu", tmp_path, "--smoke", script="formats")
+    assert found["smoke"] and len(found["rows"]) == 5 + 3 * 3 and all(float(row[3]) > 0 for row in found["rows"])
+
+
 @pytest.mark.slow
 def test_convergence(tmp_path: Path) -> None:
     """Both runs begin with the same weights, of which one rounds."""
