@@ -87,6 +87,10 @@ def load_rest(
         schedule.load_state_dict(extra["schedule"])
 
 
+def step_of(checkpoint: Path) -> object:
+    return json.loads((checkpoint / STATE).read_text())["global_step"]
+
+
 def check(checkpoint: Path, communicator: Communicator, device: torch.device) -> None:
     """Raises a ValueError on every rank if the checkpoint is not whole. Each rank reads its share
     of the files.
@@ -102,7 +106,7 @@ def check(checkpoint: Path, communicator: Communicator, device: torch.device) ->
             if isinstance(caught, ValueError)
             else ValueError(f"{checkpoint} can't be read: {type(caught).__name__}: {caught}")
         )
-    agree(communicator, device, f"whether {checkpoint.name} is whole", [], error)
+    agree(communicator, device, "whether the checkpoint is whole", [], error)
 
 
 def _check(checkpoint: Path, communicator: Communicator) -> None:

@@ -300,6 +300,7 @@ class Zero3Mixin(_Base):
                 resume_from_checkpoint = self._newest_whole_checkpoint()
             elif resume_from_checkpoint:
                 self._check(Path(resume_from_checkpoint))
+                self._check_step(Path(resume_from_checkpoint))
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _check_arguments(self, resume: Any) -> None:
@@ -310,10 +311,15 @@ class Zero3Mixin(_Base):
         known = {field.name for field in fields(next(libraries))}
         told = self.args.to_dict().items()
         values = {k: value for k, value in told if k in known and not k.startswith(own)}
-        values["train(resume_from_checkpoint)"] = (
-            Path(resume).name if _is_path(resume) else resume or None
-        )
+        if isinstance(resume, str | os.PathLike):  # on a disk of each host's it may be another
+            resume = "a path"
+        values["train(resume_from_checkpoint)"] = resume or None
         what = "the arguments of training"
+        check_alike(self.args.device, what, values, "Give every rank the same", "train")
+
+    def _check_step(self, checkpoint: Path) -> None:
+        values = {"resume_from_checkpoint": checkpoints.step_of(checkpoint)}
+        what = "the step that they go on from"
         check_alike(self.args.device, what, values, "Give every rank the same", "train")
 
     def set_initial_training_values(self, args: Any, *rest: Any) -> Any:
@@ -606,10 +612,6 @@ def _is_users(kind: type) -> bool:
 
 def _is_of_trl(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "trl"
-
-
-def _is_path(resume: Any) -> bool:
-    return isinstance(resume, str | os.PathLike)
 
 
 def _without_logits(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
