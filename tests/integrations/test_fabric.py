@@ -116,8 +116,9 @@ def refused_by_fabric(rank: Rank) -> None:
             (torch.optim.Adafactor(model.parameters()), "Adafactor .* does more than treat each element by itself"),
             (torch.optim.SGD([{"params": []}, {"params": list(model.parameters())}], lr=0.1), "group 0 of the SGD .* is empty"),
         ):
-            with pytest.raises(ValueError, match=told):
-                fabric.setup_optimizers(optimizer)
+            right = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+            with pytest.raises(ValueError, match=f"^rank 1: .*{told}"):  # on all ranks
+                fabric.setup_optimizers(optimizer if rank.number else right)
         fabric.setup_optimizers(torch.optim.SGD(zero3.get_trainable_chunk(model)[:1], lr=0.1))  # a part is legal
         other = fabric.setup_module(zero3.shard(Net(), policy=zero3.ShardingPolicy(ignored=lambda name, info: "norm" in name)))
         with pytest.raises(ValueError, match=r"ignored=\.\.\.\) leaves 2 parameters alone that train: norm\.weight, norm\.bias"):

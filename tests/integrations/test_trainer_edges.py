@@ -82,16 +82,20 @@ def test_fp16_on_a_device_without_it_and_the_stock_trainer_are_refused_by_name()
 
 def refuse_arguments(rank: Rank) -> None:
     with launched(rank):
-        refused = {
-            "bf16_full_eval": "^bf16_full_eval=True: it would convert",
-        }
-        for wrong, told in {**refused, "fsdp": "^fsdp=.*: zero3 shards the model itself"}.items():
-            with pytest.raises((ValueError, RuntimeError), match=f"{told}|no available devices"):  # as transformers 5.1 says of fsdp
-                trainer_of(True, llama(), rank.scratch, **{wrong: True})
+        with pytest.raises(ValueError, match="^rank 1: bf16_full_eval=True: it would convert"):  # on all ranks
+            trainer_of(True, llama(), rank.scratch, bf16_full_eval=rank.number == 1)
+        told = "fsdp=.*: zero3 shards the model itself|no available devices"  # as transformers 5.1 says
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            trainer_of(True, llama(), rank.scratch, fsdp=True)
+        model = llama()
+        optimizer = torch.optim.AdamW((llama() if rank.number else model).parameters())
+        with pytest.raises(ValueError, match="^rank 1: the AdamW holds .*no sharded model trains"):
+            trainer_of(True, model, rank.scratch, optimizers=(optimizer, None))
+        assert not zero3.is_sharded(model)
 
 
 def test_arguments_that_would_part_ranks_convert_or_shard_again_are_refused_by_name() -> None:
-    on_ranks(1, refuse_arguments, fresh=True)  # transformers leaves `fsdp` in the process's environment
+    on_ranks(2, refuse_arguments, fresh=True)  # transformers leaves `fsdp` in the process's environment
 
 
 def test_the_mixin_comes_first() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from ..auto_wrap import Layers
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..comm.agreement import agree
+from ..comm.agreement import agree, agreeing
 from ..comm.factory import communicator_for
 from ..huggingface.save_pretrained import save_pretrained
 from ..optim.clipping import clip_grad_norm_
@@ -225,8 +225,8 @@ class Zero3Accelerator(Accelerator):
 
         Raises:
             ValueError: Ranks differ in the options of their accelerators, a policy leaves alone
-                parameters that train (`ignored`), or an optimizer holds other parameters. The
-                first two are raised on every rank.
+                parameters that train (`ignored`), or an optimizer holds other parameters. Every
+                rank raises it.
         """
         given = [each for each in args if isinstance(each, nn.Module)]
         if given:
@@ -247,7 +247,8 @@ class Zero3Accelerator(Accelerator):
             if isinstance(each, torch.optim.Optimizer)
             and not hasattr(each, "_is_accelerate_prepared")
         ]
-        handover = Handover(models, optimizers)
+        with self._all_or_none("prepare") if given or optimizers else nullcontext():
+            handover = Handover(models, optimizers)
         for model in models:
             self.shard(model)
         handover.finish()
@@ -277,10 +278,15 @@ class Zero3Accelerator(Accelerator):
         """As accelerate's, for an optimizer over chunks.
 
         Raises:
-            ValueError: It holds other parameters.
+            ValueError: It holds other parameters. Every rank raises it.
         """
-        check_chunks(optimizer)
+        with self._all_or_none("prepare_optimizer"):
+            check_chunks(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def _all_or_none(self, caller: str) -> AbstractContextManager[object]:
+        """Context for what may raise on one rank: then all do."""
+        return agreeing(communicator_for(None, self.device), self.device, caller)
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:

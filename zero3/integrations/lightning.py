@@ -152,6 +152,7 @@ class Zero3Strategy(DDPStrategy):
             _check(
                 [self.model],
                 self.optimizers,
+                self.root_device,
                 "make it in configure_optimizers, from self.parameters()",
             )
         self.setup_precision_plugin()
@@ -263,6 +264,7 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         _check(
             self._models,
             [optimizer],
+            self.root_device,
             "call fabric.setup_module first, and make it from model.parameters()",
         )
         return optimizer
@@ -381,19 +383,23 @@ def _look(path: Any, keys: Iterable[str]) -> None:
         )
 
 
-def _check(models: Iterable[nn.Module], optimizers: Any, advice: str) -> None:
+def _check(
+    models: Iterable[nn.Module], optimizers: Any, device: torch.device, advice: str
+) -> None:
     """That they step chunks, and may: an optimizer that was made before would step parameters that
     are gone.
     """
     models = list(models)
     for model in models:
         refuse_ignored(model)
-    for optimizer in _inner(optimizers):
-        if not all(is_chunk(each) or ignored_by(each) is not None for each in held_by(optimizer)):
-            raise ValueError(
-                f"{type(optimizer).__name__} holds parameters that are no chunks of a sharded "
-                f"model: {advice}, zero3.get_trainable_chunk or zero3.param_groups"
-            )
+    with agreeing(communicator_for(None, device), device, "what the optimizers hold"):
+        for optimizer in _inner(optimizers):
+            held = held_by(optimizer)
+            if not all(is_chunk(each) or ignored_by(each) is not None for each in held):
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds parameters that are no chunks of a sharded "
+                    f"model: {advice}, zero3.get_trainable_chunk or zero3.param_groups"
+                )
     for model in models:
         check_together(model, _inner(optimizers))
 

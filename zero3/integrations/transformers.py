@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
+from ..comm.agreement import agreeing
 from ..comm.board import board_for
 from ..comm.factory import communicator_for
 from ..core.sites import become
@@ -212,9 +213,11 @@ class Zero3Mixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        for option, reason in _REFUSED.items():
-            if value := getattr(self.args, option, None):
-                raise ValueError(f"{option}={value!r}: {reason}")
+        device = self.args.device
+        with agreeing(communicator_for(None, device), device, "the arguments of the trainer"):
+            for option, reason in _REFUSED.items():
+                if value := getattr(self.args, option, None):
+                    raise ValueError(f"{option}={value!r}: {reason}")
         if self.args.auto_find_batch_size:  # the Trainer's own begins anew, on one rank alone
             if self._is_of_trl() and not self._takes_single_rows():
                 raise ValueError(
@@ -267,10 +270,12 @@ class Zero3Mixin(_Base):
 
     def _shard(self, model: nn.Module) -> None:
         handed = [self.optimizer] if getattr(self, "optimizer", None) is not None else []
-        handover = Handover(
-            [] if is_sharded(model) else [model],
-            handed if model is getattr(self, "model", None) else [],
-        )
+        device = self.args.device
+        with agreeing(communicator_for(None, device), device, "the optimizers of the trainer"):
+            handover = Handover(
+                [] if is_sharded(model) else [model],
+                handed if model is getattr(self, "model", None) else [],
+            )
         self.accelerator.shard(model)
         handover.finish()
         if self._is_of_trl():
