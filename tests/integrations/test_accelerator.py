@@ -318,7 +318,7 @@ def refused(rank: Rank) -> None:
         if rank.number:  # all ranks raise what one has done
             model(**collate(rows(2))).loss.backward()
             stepped.step()
-        with pytest.raises(ValueError, match="^rank 1: the AdamW has made steps already"):
+        with pytest.raises(ValueError, match=r"^rank 1: the AdamW has made steps already"):
             accelerator.prepare(model, stepped)
         with pytest.raises(ValueError, match=r"the Unmakeable can't be tried out .*zero3\.get_trainable_chunk\(model\)"):
             accelerator.prepare(model, Unmakeable(model.parameters(), object()))
@@ -329,7 +329,7 @@ def refused(rank: Rank) -> None:
             accelerator.prepare(other := llama(), torch.optim.LBFGS(other.model.layers.parameters()))
         model = accelerator.prepare(model)
         mine = zero3.get_trainable_chunk(model) if rank.number == 0 else llama().parameters()
-        with pytest.raises(ValueError, match="^rank 1: the SGD holds .*no sharded model trains"):
+        with pytest.raises(ValueError, match=r"^rank 1: the SGD holds .*no sharded model trains"):
             accelerator.prepare_optimizer(torch.optim.SGD(mine))
         with pytest.raises(ValueError, match="takes all of a prepared model"):
             accelerator.clip_grad_norm_(zero3.get_trainable_chunk(model)[:1], 1.0)
@@ -345,3 +345,24 @@ def refused(rank: Rank) -> None:
 
 def test_what_an_accelerator_refuses() -> None:
     on_ranks(2, refused)
+
+
+def save_alone(rank: Rank) -> None:
+    """As examples for DDP do: the main process saves, and the others wait for it."""
+    with launched(rank):
+        accelerator = accelerator_of(True)
+        model = accelerator.prepare(llama())
+        for save in (
+            accelerator.get_state_dict,
+            lambda model: accelerator.save_model(model, rank.scratch / "files"),
+            lambda _: accelerator.save_state(str(rank.scratch / "state")),
+        ):
+            with pytest.raises(ValueError, match=r"^ranks are not at the same point: rank 0: (save|full)_\w+; rank 1: wait_for_everyone"):  # noqa: PT012 - one of two
+                if accelerator.is_main_process:
+                    save(model)
+                accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
+
+
+def test_a_rank_that_saves_alone_is_told_so_on_all_ranks() -> None:
+    on_ranks(2, save_alone)

@@ -214,7 +214,9 @@ def resume_apart(rank: Rank, directory: str) -> tuple[Logs, Logs]:
             run(rank, "Llama", own, True)
         # a path of each rank's own, as on a disk of each host's: what counts is the step
         assert run(rank, "Llama", own, f"{own}/checkpoint-3", save_strategy="no") == straight
-        with pytest.raises(ValueError, match=r"^ranks differ in the step that they go on from: resume_from_checkpoint \(rank 0: 3; rank 1: 6\)"):
+        with pytest.raises(
+            ValueError, match=r"^ranks differ in the step that they go on from: resume_from_checkpoint \(rank 0: 3; rank 1: 6\)"
+        ):
             run(rank, "Llama", directory, f"{directory}/checkpoint-{(rank.number + 1) * 3}")
     return straight, resumed
 

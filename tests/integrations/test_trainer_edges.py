@@ -82,14 +82,14 @@ def test_fp16_on_a_device_without_it_and_the_stock_trainer_are_refused_by_name()
 
 def refuse_arguments(rank: Rank) -> None:
     with launched(rank):
-        with pytest.raises(ValueError, match="^rank 1: bf16_full_eval=True: it would convert"):  # on all ranks
+        with pytest.raises(ValueError, match=r"^rank 1: bf16_full_eval=True: it would convert"):  # on all ranks
             trainer_of(True, llama(), rank.scratch, bf16_full_eval=rank.number == 1)
         told = "fsdp=.*: zero3 shards the model itself|no available devices"  # as transformers 5.1 says
         with pytest.raises((ValueError, RuntimeError), match=told):
             trainer_of(True, llama(), rank.scratch, fsdp=True)
         model = llama()
         optimizer = torch.optim.AdamW((llama() if rank.number else model).parameters())
-        with pytest.raises(ValueError, match="^rank 1: the AdamW holds .*no sharded model trains"):
+        with pytest.raises(ValueError, match=r"^rank 1: the AdamW holds .*no sharded model trains"):
             trainer_of(True, model, rank.scratch, optimizers=(optimizer, None))
         assert not zero3.is_sharded(model)
 
@@ -318,6 +318,18 @@ def differ(rank: Rank) -> list[str]:
         trainer.args.cache = f"/disk/of/host/{rank.number}"
         trainer.train()
     return found
+
+
+def save_alone(rank: Rank) -> None:
+    with launched(rank):
+        trainer = trainer_of(True, llama(), rank.scratch)
+        with pytest.raises(ValueError, match=r"^ranks are not at the same point: rank 0: save_pretrained; rank 1: evaluate"):
+            trainer.evaluate() if rank.number else trainer.save_model(rank.scratch / "files")
+        trainer.evaluate()
+
+
+def test_a_rank_that_saves_alone_is_told_so_on_all_ranks() -> None:
+    on_ranks(2, save_alone)
 
 
 @pytest.mark.slow

@@ -336,6 +336,15 @@ class Zero3Accelerator(Accelerator):
         with no_sync(model) if is_sharded(model) else super().no_sync(model):
             yield
 
+    def wait_for_everyone(self) -> None:
+        """As accelerate's.
+
+        Raises:
+            ValueError: Other ranks save or load, which takes all of them. Every rank raises it.
+        """
+        agree(communicator_for(None, self.device), self.device, "wait_for_everyone", [])
+        super().wait_for_everyone()
+
     # -- states
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:

@@ -383,9 +383,7 @@ def _look(path: Any, keys: Iterable[str]) -> None:
         )
 
 
-def _check(
-    models: Iterable[nn.Module], optimizers: Any, device: torch.device, advice: str
-) -> None:
+def _check(models: Iterable[nn.Module], optimizers: Any, device: torch.device, advice: str) -> None:
     """That they step chunks, and may: an optimizer that was made before would step parameters that
     are gone.
     """

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
-from ..comm.agreement import agreeing
+from ..comm.agreement import agree, agreeing
 from ..comm.board import board_for
 from ..comm.factory import communicator_for
 from ..core.sites import become
@@ -429,7 +429,12 @@ class Zero3Mixin(_Base):
         return causal_lm_loss(model, reduction="sum", **part) / items * scales
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's. One rank of each group, which shares sequences, counts."""
+        """As the trainer's. One rank of each group, which shares sequences, counts.
+
+        Raises:
+            ValueError: Another rank saves, which takes all of them. Every rank raises it.
+        """
+        agree(communicator_for(None, self.args.device), self.args.device, "evaluate", [])
         with self.accelerator.one_of_each_group():
             return super().evaluation_loop(*args, **kwargs)
 
