@@ -4,6 +4,7 @@ reset.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal
@@ -11,19 +12,21 @@ from typing import Literal
 from torch import nn
 
 from .comm.agreement import agree, all_go_on
+from .comm.communicator import is_first
 from .core.autograd import inside_backward
 from .core.collectives import Use
 from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState, check_process
 from .core.parameters import ShardedParameter
 from .guards.calls import transformable
-from .guards.marks import state_of
+from .guards.marks import ignored_by, state_of
 from .layer import layers_of, runtimes_in, states_in
 from .modules import named, plain_modules
 from .pinning import Pin, pin, refuse_to_write, write_back
 
 __all__: list[str] = []
 
+_log = logging.getLogger("zero3")
 _UNDONE = (
     ", and that is undone: the chunks on all ranks hold the old values. A module that notes the "
     "change (as RWKV does in eval, or peft's merge_adapter) is wrong from now on. Make such "
@@ -50,7 +53,7 @@ def is_sharded(model: nn.Module) -> bool:
         if not zero3.is_sharded(model):
             zero3.shard(model)
     """
-    return bool(_states_in(model))
+    return any(_found_in(model))
 
 
 def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
@@ -66,16 +69,20 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
 
     Returns:
         One 1-D tensor `[S]` for each dtype of each layer or, after `param_groups`, the parts of
-        chunks that it made; in the order of `model.parameters()`.
+        chunks that it made; in the order of `model.parameters()`. A warning names parameters that
+        train and are in no layer.
 
     Raises:
-        ValueError: Nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded, or `model` is a part of another one, and
+            parameters of both share a chunk.
 
     Example::
 
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
     """
-    chunks = [chunk for state in states_of(model) for chunk in state.trainable()]
+    states = states_of(model, whole=True)
+    chunks = [chunk for state in states for chunk in state.trainable()]
+    tell_of_outsiders(model, states)
     places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
     return sorted(chunks, key=lambda chunk: places.get(id(chunk), len(places)))
 
@@ -327,19 +334,53 @@ def reset(model: nn.Module) -> None:
         layer._state.reset()
 
 
-def states_of(module: nn.Module) -> list[LayerState]:
+def states_of(module: nn.Module, *, whole: bool = False) -> list[LayerState]:
     """The states of the layers in `module`, and of the layers that the parameters in `module`
-    belong to.
+    belong to. `whole`: what these train has to be in `module`.
 
     Raises:
         RuntimeError: They rest in files, and this is a forked child.
-        ValueError: There are none.
+        ValueError: There are none, or they also train parameters of other modules.
     """
-    states = _states_in(module)
-    if not states:
+    own, lent = _found_in(module)
+    if not (own or lent):
         raise _not_sharded(module)
-    check_process(states)
-    return states
+    for state in lent if whole else ():
+        _refuse_others(module, state)
+    check_process([*own, *lent])
+    return [*own, *lent]
+
+
+def _refuse_others(module: nn.Module, state: LayerState) -> None:
+    """An optimizer or a norm of `module` would take parameters along that are in no module of
+    it.
+    """
+    inside = set(plain_modules(module))
+    trained = [each.sites for each in state.parameters if each.chunk.trains]
+    others = [s.name for s in trained if all(place not in inside for place, _ in s.places)]
+    if others:
+        raise ValueError(
+            f"this {type(module).__name__} is a part of a sharded model, and shares a chunk of "
+            f"layer {state.label} with {named(others)}, outside of it: what steps or clips the "
+            "part would do that to these too. Pass the whole model, whose parameters "
+            "zero3.param_groups(model, ...) divides by their names, or shard each part by itself"
+        )
+
+
+def tell_of_outsiders(model: nn.Module, states: list[LayerState]) -> None:
+    """Warns of parameters that train and are in no layer."""
+    names = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and state_of(each) is None and ignored_by(each) is None
+    ]
+    if names and is_first(states[0].communicator):
+        _log.warning(
+            "%s: these parameters train, and are in no layer. zero3 does not average their "
+            "gradients over ranks, nor give them to the optimizer. Wrap the model in a Zero3Layer "
+            "too, or call zero3.shard(model), or freeze them",
+            named(names),
+        )
 
 
 def sharded_in(states: Iterable[LayerState]) -> dict[int, ShardedParameter]:
@@ -347,11 +388,11 @@ def sharded_in(states: Iterable[LayerState]) -> dict[int, ShardedParameter]:
     return {id(each.sites.parameter): each for state in states for each in state.parameters}
 
 
-def used(module: nn.Module, by: str) -> list[LayerState]:
+def used(module: nn.Module, by: str, *, whole: bool = False) -> list[LayerState]:
     """As `states_of`, for the function `by`, which uses values, or moves any. Conductors hear
     of it first: one may finish what was begun, or refuse.
     """
-    states = states_of(module)
+    states = states_of(module, whole=whole)
     _tell_of_use(states, by)
     return states
 
@@ -370,18 +411,21 @@ def _module(given: object) -> nn.Module:
     return given
 
 
-def _states_in(module: nn.Module) -> list[LayerState]:
+def _found_in(module: nn.Module) -> tuple[list[LayerState], list[LayerState]]:
+    """The states of its own layers, and of others' that have parameters in it."""
     roots = (vars(inner).get("_zero3_root") for inner in _module(module).modules())
-    states = [*states_in(module), *(root for root in roots if isinstance(root, LayerState))]
+    own = [*states_in(module), *(root for root in roots if isinstance(root, LayerState))]
+    lent: list[LayerState] = []
     for inner in plain_modules(module):
         for value in [*vars(inner).values(), *inner._parameters.values()]:
             if (
                 isinstance(value, nn.Parameter)
                 and (state := state_of(value)) is not None
-                and state not in states
+                and state not in own
+                and state not in lent
             ):
-                states.append(state)
-    return states
+                lent.append(state)
+    return own, lent
 
 
 def _not_sharded(module: nn.Module) -> ValueError:

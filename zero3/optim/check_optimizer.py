@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..access import sharded_in, used
+from ..access import sharded_in, tell_of_outsiders, used
 from ..comm.agreement import agreeing
 from ..comm.plain_values import encode_scalar
 from ..core.chunk import Chunk, Part
@@ -98,9 +98,10 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
         ValueError: The optimizer needs shapes, norms or other parameters, which a flat slice does
             not have (use `whole=True` in `param_groups`); no optimizer or several hold a parameter;
             one holds parameters from before sharding, or from before the last `param_groups`; a
-            group is empty (a filter by names over `named_parameters()` sees only chunks); an
-            optimizer expects equal parameters on all ranks; options differ between ranks; or an
-            optimizer can't make steps on small tensors. Every rank raises it.
+            chunk also holds parameters outside of `model`; a group is empty (a filter by names
+            over `named_parameters()` sees only chunks); an optimizer expects equal parameters on
+            all ranks; options differ between ranks; or an optimizer can't make steps on small
+            tensors. Every rank raises it.
         TypeError: An argument is no optimizer. Every rank raises it.
 
     Example::
@@ -108,7 +109,8 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
         zero3.check_optimizer(model, optimizer)
     """
-    states = used(model, "check_optimizer")
+    states = used(model, "check_optimizer", whole=True)
+    tell_of_outsiders(model, states)
     first = states[0]
     with agreeing(first.communicator, first.device, "check_optimizer") as lines:
         members = [member for given in optimizers for member in members_of(given)]

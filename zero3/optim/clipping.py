@@ -59,7 +59,7 @@ def clip_grad_norm_(
         norm = zero3.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
-    states = used(model, "clip_grad_norm_")
+    states = used(model, "clip_grad_norm_", whole=True)
     norm_type, error = _checked(norm_type, max_norm)
     chunks = parts_of(states)
     states[0].log.look(wait=False)

@@ -78,7 +78,7 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
         groups = zero3.param_groups(model, options)
         optimizer = torch.optim.AdamW(groups, lr=3e-4)
     """
-    states = used(model, "param_groups")
+    states = used(model, "param_groups", whole=True)
     first = states[0]
     with agreeing(first.communicator, first.device, "param_groups") as lines:
         _check(states)
