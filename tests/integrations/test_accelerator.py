@@ -335,6 +335,10 @@ def refused(rank: Rank) -> None:
             accelerator.clip_grad_norm_(zero3.get_trainable_chunk(model)[:1], 1.0)
         with pytest.raises(RuntimeError, match=r"would wait for ranks that have no data: .*zero3\.joinable"):
             accelerator.join_uneven_inputs([model])
+        with pytest.raises(RuntimeError, match=r"knows DistributedDataParallel alone: call zero3\.reduce_gradients\(model\) after"):
+            accelerator.trigger_sync_in_backward(model)
+        with accelerator.trigger_sync_in_backward(nn.Linear(2, 2)):
+            pass
         for options, text in (({"mixed_precision": "fp16"}, "fp16 on the device cpu"), ({"mixed_precision": "fp8"}, "fp8")):
             from accelerate.state import AcceleratorState
 

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 import zero3  # noqa: E402
 from tests.support.lightnings import Module, Net, launched, other_rows, train_rows, trainer  # noqa: E402
@@ -95,6 +96,40 @@ def test_bf16_beside_autocast() -> None:
     )
     assert_close(ours, theirs, 3e-2)
     assert ours != whole
+
+
+OF_SCALER = {"init_scale": 2.0**17, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+
+
+def fit_scaled(rank: Rank, kind: str, enabled: bool) -> tuple[Seen, list[float]]:
+    """The user's own scaler, through overflows, a validation and a second fit."""
+    with launched(rank):
+        scales: list[float] = []
+
+        class Overflows(Module):
+            def training_step(self, batch: Any, number: int) -> Tensor:
+                loss = super().training_step(batch, number)
+                return loss * float("inf") if enabled and rank.number and len(self.seen) in (3, 5) else loss
+
+            def on_train_batch_end(self, *others: Any) -> None:
+                scales.append(made.precision_plugin.scaler.get_scale())
+
+        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=enabled, **OF_SCALER))]
+        made = trainer(rank, kind, rank.scratch, {"policy": zero3.ShardingPolicy()}, max_epochs=1, plugins=plugins, gradient_clip_val=0.1)
+        module = Overflows()
+        made.fit(module, train_rows())
+        made.validate(module, other_rows(), verbose=False)
+        made.fit_loop.max_epochs = 2
+        made.fit(module, train_rows())
+        return module.seen, scales
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_users_loss_scaler_keeps_its_options_and_its_scale(enabled: bool) -> None:
+    ours, theirs = (on_ranks(2, fit_scaled, kind, enabled, debug="OFF") for kind in ("zero3", "ddp"))
+    for (seen, scales), (expected, expected_scales) in zip(ours, theirs, strict=True):
+        assert scales == expected_scales and len(set(scales)) == 1 + 2 * enabled
+        assert_close(seen, expected, 1e-3)
 
 
 def inside(rank: Rank) -> dict[str, Any]:

@@ -168,9 +168,11 @@ def scaled(rank: Rank, scale: float | None) -> list[float]:
         )
         fabric.launch()
         torch.manual_seed(0)
-        models: Any = [fabric.setup_module(Net()) for _ in range(2)]
+        models: Any = [fabric.setup_module(Net())]
         if scale is not None:
             fabric.strategy.precision.scaler = zero3.GradScaler("cpu", init_scale=scale)
+        models.append(fabric.setup_module(Net()))
+        assert scale is None or fabric.strategy.precision.scaler.get_scale() == scale, "a second module leaves it as it is"
         optimizer = fabric.setup_optimizers(sgd(parameter for model in models for parameter in model.parameters()))
         norms = []
         rows = Rows(4, rank.number)

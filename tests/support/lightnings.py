@@ -113,12 +113,13 @@ def environment() -> Any:
 def trainer(rank: Rank, kind: str, directory: Path, sharding: dict[str, Any] | None = None, **options: Any) -> lightning.Trainer:
     """`kind`: "ddp" or "zero3". `sharding`: the strategy's own arguments."""
     chosen = Zero3Strategy(**sharding or {}) if kind == "zero3" else DDPStrategy()
+    plugins = [environment(), *options.pop("plugins", [])]
     plain = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     return lightning.Trainer(
         accelerator="cpu",
         devices=rank.world_size,
         strategy=chosen,
-        plugins=[environment()],
+        plugins=plugins,
         default_root_dir=directory / kind,
         **{**plain, **options},  # type: ignore[arg-type]
     )

@@ -336,6 +336,20 @@ class Zero3Accelerator(Accelerator):
         with no_sync(model) if is_sharded(model) else super().no_sync(model):
             yield
 
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+        """As accelerate's, for a model that is not sharded.
+
+        Raises:
+            RuntimeError: The model is sharded.
+        """
+        if is_sharded(model):
+            raise RuntimeError(
+                "accelerate's trigger_sync_in_backward knows DistributedDataParallel alone: call "
+                "zero3.reduce_gradients(model) after the last backward, outside of no_sync"
+            )
+        return Accelerator.trigger_sync_in_backward(model)  # type: ignore[no-any-return]
+
     def wait_for_everyone(self) -> None:
         """As accelerate's.
 

@@ -431,7 +431,9 @@ def _prepare(
         layers, optional, policy = sharding
         policy = policy or policy_for(mixed)
         shard(model, layers, optional=optional, device=device, policy=policy)
-    if getattr(plugin, "scaler", None) is not None:
-        plugin.scaler = GradScaler(device.type)
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        plugin.scaler = GradScaler(device.type, enabled=scaler.is_enabled())
+        plugin.scaler.load_state_dict(scaler.state_dict())  # its options, too
     if mixed != "no" and computes_in_low_precision(model):
         plugin.forward_context = nullcontext
