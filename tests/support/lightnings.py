@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning
 import torch
@@ -98,9 +99,9 @@ def other_rows() -> DataLoader[Any]:
 def launched(rank: Rank) -> Iterator[None]:
     """As torchrun would have started the processes, for Lightning, which warns of much."""
     found = {"RANK": rank.number, "LOCAL_RANK": rank.number, "WORLD_SIZE": rank.world_size, "GROUP_RANK": 0}
-    os.environ |= {name: str(value) for name, value in found.items()} | {"LOCAL_WORLD_SIZE": str(rank.world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "test"}
-    with warnings.catch_warnings():
+    told = {name: str(value) for name, value in found.items()} | {"LOCAL_WORLD_SIZE": str(rank.world_size)}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "test"}
+    with mock.patch.dict(os.environ, told), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
