@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import zero3
-from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, train
+from tests.support.checkpoints import OPTIMIZERS, assert_same, odd, on_ranks, resumed, train
 from tests.support.ranks import ThreadCommunicator, run_ranks
-from tests.support.reference import process_group
+from tests.support.reference import assert_close, process_group
 
 pytestmark = pytest.mark.slow
 
@@ -309,3 +309,54 @@ def test_ranks_that_have_made_different_numbers_of_steps(tmp_path: Path) -> None
 
     on_ranks(2, body)
     assert not (tmp_path / "run").exists()
+
+
+class Compensated(torch.optim.SGD):
+    """Keeps what was lost of updates, for parameters in 16 bits alone, as Kahan's sums of other libraries do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and parameter.dtype.itemsize < 4:
+                self.state[parameter].setdefault("lost", torch.zeros_like(parameter)).add_(parameter.grad)
+                parameter.data.sub_(self.state[parameter]["lost"], alpha=0.01)
+
+
+MAKE["Compensated"] = Compensated
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.complex128) for name in (*OPTIMIZERS, "Compensated")),
+        *((name, dtype) for name in ("AdamW", "Compensated") for dtype in (torch.complex64, torch.float64, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_state_goes_on_whose_keys_or_kinds_are_as_the_parameters_dtype(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also that of complex parameters, on another number of ranks: as in plain torch."""
+
+    class Map(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            drawn = torch.randn((3, 5), dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+            self.weight = nn.Parameter((drawn if dtype.is_complex else drawn.real).to(dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    def steps(model: Any, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            optimizer.zero_grad()
+            x = torch.randn((4, 5), dtype=torch.float64, generator=torch.Generator().manual_seed(number)).to(dtype)
+            model(x).abs().square().sum().backward()
+            optimizer.step()
+
+    def shard(model: nn.Module, group: ThreadCommunicator) -> Any:
+        sharded = zero3.Zero3Layer(model, process_group=process_group(group))
+        return sharded, make(sharded.get_trainable_chunk())
+
+    plain, make = Map(), MAKE[name]
+    steps(plain, make(plain.parameters()), range(5))
+    bound = 3e-2 if dtype is torch.bfloat16 else 1e-5 if dtype is torch.complex64 else 1e-12
+    assert_close(resumed(tmp_path, Map, shard, steps), plain.state_dict(), bound, "five steps")

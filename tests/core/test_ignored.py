@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support import processes
+from tests.support.checkpoints import assert_same
 from tests.support.models import WORLDS
 from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_close, process_group, spoil
@@ -186,6 +187,47 @@ def test_ignored_parameters_on_processes_and_in_checkpoints() -> None:
     for saved, loaded in processes.on_ranks(2, on_a_process):
         assert_close(saved, plain.state_dict(), TOLERANCE, "after a step")
         assert_close(loaded, saved, 0, "from the checkpoint")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("worlds", [(1, 3), (2, 3), (3, 2)])
+@pytest.mark.parametrize("policies", [(POLICY, ShardingPolicy()), (ShardingPolicy(), POLICY)], ids=["ignored first", "ignored later"])
+def test_a_checkpoint_is_resumed_with_other_ignored_parameters(policies: Any, worlds: tuple[int, int], tied: bool, tmp_path: Path) -> None:
+    """On other numbers of ranks: the same bits, also of the optimizer's state, and then the steps of plain torch."""
+
+    def steps(model: Any, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            optimizer.zero_grad()
+            train(model, Turn(0, number, 1))  # all ranks the same, so that what is ignored has the mean
+            optimizer.step()
+
+    def on(world: int, policy: ShardingPolicy, numbers: range, loads: bool) -> list[Any]:
+        models = [stack(tied=tied) for _ in range(world)]
+
+        def body(group: ThreadCommunicator) -> Any:
+            model = zero3.shard(models[group.rank], process_group=process_group(group), policy=policy)
+            optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+            if loads:
+                spoil(model)
+                zero3.load_checkpoint(tmp_path, model, optimizer)
+            found = [_all_of(model, optimizer)]
+            steps(model, optimizer, numbers)
+            if not loads:
+                zero3.save_checkpoint(tmp_path, model, optimizer)
+            return [*found, _all_of(model, optimizer)]
+
+        return run_ranks(world, body)
+
+    plain = stack(tied=tied)
+    steps(plain, torch.optim.AdamW(plain.parameters()), range(5))
+    saved = on(worlds[0], policies[0], range(3), loads=False)[0][1]
+    for loaded, after in on(worlds[1], policies[1], range(3, 5), loads=True):
+        assert_same(loaded, saved)
+        assert_close(after[0], plain.state_dict(), TOLERANCE, "after five steps")
+
+
+def _all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    return zero3.full_state_dict(model, rank0_only=False), zero3.full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
 
 
 # -- what scales, clips, drops or takes back gradients

@@ -145,6 +145,39 @@ def test_what_is_frozen_later_keeps_its_dtype() -> None:
         assert all(dtype == (BF16 if name.startswith("blocks.0") else FP32) for name, dtype in dtypes.items())
 
 
+def by_name(name: str, info: zero3.ParamInfo) -> bool:
+    return name.startswith("blocks.0")
+
+
+@pytest.mark.parametrize("frozen_first", [True, False])
+def test_what_is_thawed_later_has_no_master_and_is_told_what_to_do(
+    frozen_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the warning of masters in 16 bits, and in the error of a restart that shards with what trains now. Done as told, both are well."""
+
+    def made(*, as_now: bool) -> Any:
+        model = Net()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("blocks.0") if as_now else not (frozen_first and name.startswith("blocks.0")))
+        sharded = zero3.shard(model, policy=ShardingPolicy(master_dtype=FP32))
+        zero3.set_trainable(sharded, by_name)
+        return sharded
+
+    saved = made(as_now=False)
+    _, optimizer = train(saved, 0, 1)
+    warned = [text for text in caplog.messages if "smaller than half of the last bit" in text]
+    assert len(warned) == frozen_first
+    assert all("shard while they train, and freeze them afterwards by zero3.set_trainable" in text for text in warned)
+    assert not any("ShardingPolicy(master_dtype" in text for text in warned)
+    zero3.save_checkpoint(tmp_path, saved, optimizer)
+    with pytest.raises(ValueError, match=r"other dtypes: .*\. A model's dtypes are decided .* change what trains by zero3\.set_trainable$"):
+        zero3.load_checkpoint(tmp_path, made(as_now=True))
+    again = made(as_now=False)
+    zero3.load_checkpoint(tmp_path, again, torch.optim.AdamW(zero3.get_trainable_chunk(again)))
+    expected = zero3.full_state_dict(saved)
+    assert all(torch.equal(value, expected[name]) for name, value in zero3.full_state_dict(again).items())
+
+
 def test_dtype_checks_what_the_optimizer_updates() -> None:
     policy = ShardingPolicy(master_dtype=FP32)
     zero3.Zero3Layer(nn.Linear(2, 2, dtype=BF16), dtype=FP32, policy=policy)

@@ -33,8 +33,10 @@ BOTH: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_t
 
 def train(rank: Rank, parts: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
     with launched(rank):
-        model = {"llama": llama, "lora": lora}[name]()
+        model, counts = {"llama": llama, "lora": lora}[name](), options.pop("counts", True)
         trainer = trainer_of(True, model, rank.scratch, **BOTH, **options, **({"sequence_parallel": parts} if parts > 1 else {}))
+        if not counts:
+            trainer.train_dataset = [{**row, "labels": [-100] * len(row["labels"])} for row in trainer.train_dataset]
         if options.get("auto_find_batch_size"):
             tighten(trainer.model, rank.number)
         trainer.train()
@@ -50,6 +52,7 @@ def train(rank: Rank, parts: int, name: str, options: dict[str, Any]) -> dict[st
     ("name", "options"),
     [
         ("llama", {}),
+        ("llama", {"counts": False}),  # no token of any batch: steps of nothing
         pytest.param("lora", {}, marks=pytest.mark.slow),
         pytest.param("llama", {"average_tokens_across_devices": False}, marks=pytest.mark.slow),
         pytest.param("llama", {"gradient_accumulation_steps": 1}, marks=pytest.mark.slow),

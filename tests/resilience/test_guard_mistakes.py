@@ -196,12 +196,28 @@ def _break_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
     output.register_hook(lambda gradient: 1 / 0)
 
 
-def test_a_guard_inside_a_guard_is_refused() -> None:
+@pytest.mark.parametrize("earlier", [0, 2])
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (lambda loop: loop.guarded(1), r"zero3\.step_guard inside another one"),
+        (lambda loop: [loop.backward(1, tokens=True) for _ in range(2)], r"a second zero3\.backward inside one zero3\.step_guard"),
+    ],
+)
+def test_a_guard_around_several_micro_batches_is_an_error_and_drops_none(mistake: Callable[[Loop], Any], text: str, earlier: int) -> None:
+    """Also where ranks know the rest of the transfers, and could drop it: such a loop would train nothing."""
+
     def body(model: Any, group: ThreadCommunicator) -> None:
         loop = Loop(model, group)
-        with pytest.raises(ValueError, match=r"rank \d: zero3.step_guard inside another one"), zero3.step_guard(model):
-            loop.guarded(1)
+        for _ in range(earlier):
+            loop.guarded(7, tokens=True)
+        loop.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=rf"^rank \d: {text}"), zero3.step_guard(model):
+            mistake(loop)
         assert not loop.guarded(2)
+        assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
+
+    wanted = expected(2, [2])
 
     on_ranks(2, mlp, body)
 

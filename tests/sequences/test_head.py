@@ -67,6 +67,45 @@ def test_a_batch_without_a_token_that_counts_has_a_loss_of_nan_and_gradients_of_
     assert mean.isnan() and not x.grad.any() and not w.grad.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ignored", [-100, 0, 3])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("options", ["auto", "of one row", None])
+@pytest.mark.filterwarnings("ignore:linear_cross_entropy")
+def test_linear_cross_entropy_is_torchs_where_no_row_counts_or_some_do(
+    dtype: torch.dtype, ignored: int, weighted: bool, smoothing: float, options: Any
+) -> None:
+    """The mean over nothing is NaN, and its gradients are zeros. Where rows count, torch's own chunks give the same bits."""
+    if options == "of one row":
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=1) if hasattr(nn, "LinearCrossEntropyOptions") else "auto"
+    weight = torch.tensor([0, 0.5, 2, 1, 3], dtype=dtype) if weighted else None
+    named: dict[str, Any] = {"weight": weight, "ignore_index": ignored, "label_smoothing": smoothing}
+    for target in (torch.full((6,), ignored), torch.tensor([4, ignored, 2, 1, ignored, 2])):
+        head, x = nn.Linear(3, 5).to(dtype), drawn(6, 3, dtype=dtype).requires_grad_()
+        of = [x, *head.parameters()]
+        loss = zero3.linear_cross_entropy(x, head, target, options=options, **named)
+        expected = functional.cross_entropy(head(x), target, **named)
+        found, plain = (torch.autograd.grad(each, of) for each in (loss, expected))
+        bound = 1e-12 if dtype is torch.float64 else 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close((loss, *found), (expected, *plain), rtol=bound, atol=bound, equal_nan=True)
+        if bool((target == ignored).all()):
+            assert loss.isnan() and not any(each.any() for each in found)
+        elif hasattr(functional, "linear_cross_entropy"):
+            theirs = nn.LinearCrossEntropyOptions() if options == "auto" else options
+            loss_there = functional.linear_cross_entropy(x, head.weight, target, linear_bias=head.bias, options=theirs, **named)
+            assert torch.equal(loss, loss_there)
+            assert all(map(torch.equal, found, torch.autograd.grad(loss_there, of)))
+
+
+@pytest.mark.parametrize("items", [None, 0, torch.tensor(0)])
+def test_a_causal_loss_divided_by_no_items_has_gradients_of_zero(items: Any) -> None:
+    model, ids = llama(), drawn(2, 5, high=61)
+    loss = zero3.causal_lm_loss(model, input_ids=ids, labels=torch.full_like(ids, -100), num_items_in_batch=items)
+    loss.backward()
+    assert loss.isnan() and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
 class WithAnotherTerm(t.LlamaForCausalLM):
     def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
         found = super().forward(*args, labels=labels, **kwargs)
@@ -144,14 +183,16 @@ def made(*, tied: bool = False, frozen: bool = False, inside: bool = True) -> An
     ids=["own", "root", "tied", "frozen", "after", "root-after", "tied-after"],
 )
 def test_linear_cross_entropy_trains_as_plain(layers: Any, model: dict[str, bool], policy: Any) -> None:
-    """Its own layer or in the root's, tied or not, frozen or not, in the model's forward or after it."""
+    """Its own layer or in the root's, tied or not, frozen or not, in the model's forward or after it. Where it is after it, one rank
+    has a micro-batch without a target.
+    """
     models = [(made(**model), made(**model)) for _ in range(2)]
 
-    def loss_of(one: Any, words: Tensor, plain: bool) -> Tensor:
+    def loss_of(one: Any, words: Tensor, counts: bool, plain: bool) -> Tensor:
         found = one(words)
         if one.inside:
             return found
-        target = words.roll(1, 1)
+        target = words.roll(1, 1).masked_fill(torch.tensor(not counts), -100)
         if plain:
             return functional.cross_entropy(one.head(found).flatten(0, 1), target.flatten())
         return zero3.linear_cross_entropy(found, one.head, target)
@@ -162,12 +203,12 @@ def test_linear_cross_entropy_trains_as_plain(layers: Any, model: dict[str, bool
         steps = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (mine, plain)]
         for step in range(3):
             for rank in range(2):
-                words = drawn(2, 5, seed=7 * step + rank, high=WORDS)
-                expected = loss_of(plain, words, plain=True)
+                words, counts = drawn(2, 5, seed=7 * step + rank, high=WORDS), (step, rank) != (1, 1)
+                expected = loss_of(plain, words, counts, plain=True)
                 (expected / 2).backward()
                 if rank == group.rank:
-                    loss = loss_of(mine, words, plain=False)
-                    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+                    loss = loss_of(mine, words, counts, plain=False)
+                    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
                     loss.backward()
             for each in steps:
                 each.step()

@@ -22,6 +22,11 @@ from ..quantized.sections import StoredRows
 
 __all__: list[str] = []
 
+_DTYPES = (
+    "A model's dtypes are decided when it is sharded, by its own, by master_dtype and by what "
+    "trains then: shard as the run that saved did, and change what trains by zero3.set_trainable"
+)
+
 
 class NamedSpan(NamedTuple):
     """Elements `[start, stop)` of the flattened parameter `name`. They lie at `offset` in the
@@ -229,6 +234,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
                 for n in other
             )
             problems.append(f"other {many}: {'; '.join(each)}")
+            problems += [_DTYPES] if what == "dtype" else []
     return problems
 
 

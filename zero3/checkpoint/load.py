@@ -219,9 +219,7 @@ class _Loader:
                 f"{self._path} was saved without {what}, and these are trained here: "
                 f"{', '.join(left_out)}"
             )
-        # other systems store buffers as parameters
-        others = [n for n in contents.others if f"other:0:{n}" not in self._stored]
-        for name in [*stored, *others] if self._weights else others:
+        for name in [*(stored if self._weights else ()), *contents.others]:
             numel = torch.Size(saved[name]["shape"]).numel()
             self._ranges.check("parameter", name, numel, saved[name]["dtype"])
 
@@ -371,9 +369,8 @@ class _Loader:
         """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise the
         value that all ranks share.
         """
-        for stored in (f"other:{contents.number}:{name}", f"other:0:{name}"):
-            if stored in self._stored:
-                return self._tensor(stored)
+        if (own := f"other:{contents.number}:{name}") in self._stored:
+            return self._tensor(own)
         value = torch.empty(contents.shape(name), dtype=contents.dtype(name))
         self._ranges.read("parameter", name, 0, value.view(-1))
         return value

@@ -306,7 +306,7 @@ class _KeptKeys:
     """The keys that this run's optimizers keep. With others, their next step would raise KeyError.
 
     Each makes steps on small tensors, as in `check_optimizer`, so no list of classes is needed.
-    Steps are made once for each group and number of dimensions.
+    Steps are made once for each group, dtype and number of dimensions.
     """
 
     def __init__(self, optimizer: Together, source: OptimizerContents, contents: Contents) -> None:
@@ -315,7 +315,7 @@ class _KeptKeys:
         self._contents = contents
         self._options = source.options_by_name()
         self._kinds = source.kinds_by_name()
-        self._asked: dict[Any, list[dict[str, str]]] = {}  # by group, shapes and options
+        self._asked: dict[Any, list[dict[str, str]]] = {}  # by group, dtype, shapes and options
 
     def problems(self, held: list[Held]) -> list[str]:
         """Returns the problems in words, equal ones together."""
@@ -370,14 +370,14 @@ class _KeptKeys:
 
         It has the options of this one's group or, if they are given, the `saved` ones.
         """
-        shapes = self._shapes(held, name)
-        asked = held.group, shapes, str(saved)
+        shapes, dtype = self._shapes(held, name), held.parameter.dtype
+        asked = held.group, dtype, shapes, str(saved)
         if asked not in self._asked:
             group = dict(self._optimizer.param_groups[held.group])
             if saved is not None:
                 group |= decode_scalars(saved, "cpu")
             build = builder(self._optimizer.owners[held.group], group)
-            self._asked[asked] = state_keys(build, held.parameter.device, shapes)
+            self._asked[asked] = state_keys(build, held.parameter.device, dtype, shapes)
         return self._asked[asked]
 
     def _shapes(self, held: Held, name: str) -> tuple[tuple[int, ...], ...]:

@@ -18,6 +18,9 @@ _COMPARED = 1 << 19  # elements at a time
 # `parameter:NAME[0:12]`, `state:KEY:NAME[0:12]`: a key has no colon
 _RANGE = re.compile(r"(parameter|state:[^:]*):(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
+# what was in no chunk lies whole: buffers, and what a policy's `ignored` left alone
+_PLAIN = "other:0:"
+
 
 class Range(NamedTuple):
     """Elements `[start, stop)` of a parameter or of a state tensor, and the stored tensor that
@@ -41,7 +44,12 @@ class Ranges:
             if (match := _RANGE.fullmatch(name)) is not None:
                 kind, of, start, stop = match.groups()
                 range_ = Range(int(start), int(stop), stored)
-                self._ranges.setdefault((kind, of), []).append(range_)
+            elif name.startswith(_PLAIN):
+                kind, of = "parameter", name.removeprefix(_PLAIN)
+                range_ = Range(0, stored.numel, stored)
+            else:
+                continue
+            self._ranges.setdefault((kind, of), []).append(range_)
         for ranges in self._ranges.values():
             ranges.sort(key=lambda range_: range_[:2])
 

@@ -161,10 +161,7 @@ def _write(
                 values = stage[: step * output.dtype.itemsize].view(output.dtype)[
                     : output.numel - start
                 ]
-                if (whole := files.tensors.get(f"other:0:{source}")) is not None:
-                    files.read(whole, start, values)
-                else:
-                    ranges.read("parameter", source, start, values)
+                ranges.read("parameter", source, start, values)
                 file_operations.write(opened, [bytes_of(values)])
                 advance(values.nbytes)
         file_operations.sync(opened)

@@ -251,11 +251,18 @@ def _low_masters(
             chunk, dtype = sharded.chunk, sharded.chunk.shard.dtype
             known = any(id(part.parameter) in held for part in chunk.parts)
             if known and chunk.trains and dtype in _LOW:
+                remedy = (
+                    "Keep copies in float32: zero3.ShardingPolicy(master_dtype=torch.float32), or "
+                    "load the model with dtype=torch.float32, and let it compute in "
+                    f"param_dtype={dtype}"
+                    if state.policy.master_dtype in (None, dtype)
+                    else "They were frozen when the model was sharded, so master_dtype made no "
+                    "copies: shard while they train, and freeze them afterwards by "
+                    "zero3.set_trainable"
+                )
                 yield (
                     f"the {type(optimizer).__name__} updates {state.label}.{sharded.sites.name} "
                     f"and others in {dtype}, where updates smaller than half of the last bit are "
-                    "lost. Keep copies in float32: zero3.ShardingPolicy(master_dtype="
-                    "torch.float32), or load the model with dtype=torch.float32, and let it "
-                    f"compute in param_dtype={dtype}"
+                    f"lost. {remedy}"
                 )
                 return

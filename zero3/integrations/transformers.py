@@ -34,6 +34,7 @@ from ..offload.optimizer import offload_optimizer
 from ..optim.check_optimizer import check_optimizer
 from ..resilience.batch_finder import BatchFinder
 from ..sequences.causal_lm import OtherLogitsError, causal_lm_loss, is_by_chunks
+from ..sequences.chunks import mean_of
 from ..sequences.parts import parts_of
 from ..sequences.splitting import split_sequence
 from ..towers.choosing import Optional
@@ -421,12 +422,12 @@ class Zero3Mixin(_Base):
         if items is None:  # the mean over groups of each one's mean
             labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
             items = (labels != -100).sum() * scales
-        items = items / self._sequence_parallel
-        if self._next_with("compute_loss") is not Trainer:  # TRL's
-            return super().compute_loss(model, part, return_outputs, items)
+        items = torch.as_tensor(items) / self._sequence_parallel
+        if self._next_with("compute_loss") is not Trainer:  # TRL's, which divides by them
+            return super().compute_loss(model, part, return_outputs, items.where(items != 0, 1))
         if return_outputs:
             raise ValueError("a part of a sequence has a part of the logits: ask for the loss")
-        return causal_lm_loss(model, reduction="sum", **part) / items * scales
+        return mean_of(causal_lm_loss(model, reduction="sum", **part), items) * scales
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's. One rank of each group, which shares sequences, counts.

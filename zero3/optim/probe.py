@@ -85,15 +85,14 @@ class Problem:
         return STEPS if len(self.start) < 4096 else STEPS_LONG
 
     @classmethod
-    def of(cls, numel: int, device: torch.device) -> Problem:
+    def of(cls, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Problem:
         generator = torch.Generator().manual_seed(numel)
         start, curvature, *targets = torch.randn((2 + 7, numel), generator=generator)
         # so that norms of a long tensor's slices tell them apart
         falling = torch.linspace(2.0, 0.2, numel)
         start, targets = start * falling, [target * falling for target in targets]
-        return cls(
-            start.to(device), torch.stack(targets).to(device), (curvature.abs() + 0.1).to(device)
-        )
+        made = start, torch.stack(targets), curvature.abs() + 0.1
+        return cls(*(each.to(device, dtype) for each in made))
 
 
 def probe_flat(build: Build, device: torch.device, ranks: int, longest: int = 0) -> str | None:
@@ -321,10 +320,10 @@ def kind_in_state(value: Any, ndim: int) -> str:
 
 
 def state_keys(
-    build: Build, device: torch.device, shapes: Iterable[tuple[int, ...]]
+    build: Build, device: torch.device, dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]
 ) -> list[dict[str, str]]:
-    """Finds the keys that an optimizer keeps for a parameter of each of `shapes`, after each of its
-    first steps.
+    """Finds the keys that an optimizer keeps for a parameter of `dtype` and each of `shapes`, after
+    each of its first steps.
 
     Returns:
         Dicts of keys and the kinds of their numbers. There may be several, because some keys come
@@ -334,9 +333,9 @@ def state_keys(
     found: list[dict[str, str]] = []
     with trying(device):
         for shape in shapes:
-            problem = Problem.of(torch.Size(shape).numel(), device)
-            parameter = nn.Parameter(problem.start.clone().view(shape))
+            problem = Problem.of(torch.Size(shape).numel(), device, dtype)
             try:
+                parameter = nn.Parameter(problem.start.clone().view(shape))
                 optimizer = build([parameter])
                 for _ in _steps(optimizer, [parameter], problem, _spans([shape])):
                     state = optimizer.state.get(parameter, {})
@@ -445,8 +444,8 @@ def _steps(
             away = parameter.detach() - target[low:high].view(shape)
             slope = problem.curvature[low:high].view(shape) * away
             parameter.grad = slope
-            loss += (slope * away).sum() / 2
-        return loss
+            loss += (slope * away.conj()).sum() / 2
+        return loss.real
 
     if callable(begin := getattr(optimizer, "train", None)):
         begin()  # schedule-free ones step after this alone

@@ -16,7 +16,7 @@ from ..access import used
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..conductors.conducted import unconducted
-from ..core.gradient_types import TOKENS, DeferredGradient
+from ..core.gradient_types import TOKENS, CallersMistake, DeferredGradient
 from ..core.layer_state import LayerState, accounts_of, ignored_of
 
 __all__: list[str] = []
@@ -55,6 +55,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
             the host does not wait, only the rank with the mistake.
         TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise
             it.
+        RuntimeError: It is the second one inside one `step_guard`.
 
     Example::
 
@@ -66,6 +67,11 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         optimizer.step()
     """
     states = used(model, "backward")
+    if any(account.undecided for account in accounts_of(states)):
+        raise CallersMistake(
+            "a second zero3.backward inside one zero3.step_guard: the number of tokens of the "
+            "first one counts only when the guard ends. Give each micro-batch a guard of its own."
+        )
     error = _mistake(loss_sum, num_tokens, states)
     mine = (num_tokens, loss_sum.detach()) if error is None else (0, 0)
     count = CountTokens(states[0], (states, *mine, error))
@@ -94,11 +100,6 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
             f"loss_sum has shape {tuple(loss_sum.shape)} and "
             f"requires_grad={loss_sum.requires_grad}, expected a 0-dim tensor with a graph: a "
             "rank without tokens runs the model too, and sums over nothing (reduction='sum')"
-        )
-    if any(account.undecided for account in accounts_of(states)):
-        return ValueError(
-            "a second zero3.backward inside one zero3.step_guard: the number of tokens of the "
-            "first one counts only when the guard ends. Give each micro-batch a guard of its own."
         )
     if any(each.parameter.requires_grad for each in ignored_of(states)) and not any(
         state.trainable() for state in states

@@ -33,6 +33,7 @@ from ..core.collectives import (
     Look,
     Round,
 )
+from ..core.gradient_types import CallersMistake
 from ..core.layer_state import LayerState, accounts_of
 from ..layer import runtimes_in
 from ..towers.entering import refuse_towers
@@ -165,9 +166,8 @@ class CollectiveReplay:
             )
         refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
         if any(state.gradients.holds for state in self._states):
-            raise ValueError(
-                f"rank {self.rank}: zero3.step_guard inside another one: give each micro-batch "
-                "one guard"
+            raise CallersMistake(
+                "zero3.step_guard inside another one: give each micro-batch one guard"
             )
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}

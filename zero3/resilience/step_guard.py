@@ -65,10 +65,11 @@ def step_guard(
     Raises:
         TypeError: `catch` has anything else than exceptions' classes.
         RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, a
-            penalty over chunks was differentiated, or `no_sync` began inside: on every rank, and
-            gradients are what they were. Or a transfer failed.
+            penalty over chunks was differentiated, `no_sync` or another guard began inside, or
+            `zero3.backward` came a second time: on every rank, and gradients are what they were. Or
+            a transfer failed.
         ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or
-            `dynamic=True`; or the guard is inside another one.
+            `dynamic=True`.
 
     Example::
 

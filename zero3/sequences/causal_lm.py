@@ -93,10 +93,10 @@ def causal_lm_loss(
     total = _through(model, classes, batch)
     if reduction == "sum":
         return total
-    if num_items_in_batch is None:
-        return mean_of(total, (target != IGNORED).sum().to(total.device))
-    tokens = num_items_in_batch
-    return total / (tokens.to(total.device) if isinstance(tokens, Tensor) else tokens)
+    tokens = (target != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    if isinstance(tokens, Tensor):
+        return mean_of(total, tokens.to(total.device))
+    return mean_of(total, torch.tensor(tokens))
 
 
 class OtherLogitsError(ValueError):

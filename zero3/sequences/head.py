@@ -136,10 +136,18 @@ def _computed(
     if ours or wide:
         loss = chunked_cross_entropy(rows, weight, bias, classes)
         return loss if wide else loss.to(rows.dtype)  # autocast makes losses in float32
-    chosen = nn.LinearCrossEntropyOptions() if options == "auto" else options
-    return functional.linear_cross_entropy(
-        rows, weight, classes.target, linear_bias=bias, options=chosen, **named
-    )
+    target, named["linear_bias"] = classes.target, bias
+    named["options"] = nn.LinearCrossEntropyOptions() if options == "auto" else options
+    if classes.reduction != "mean":
+        return functional.linear_cross_entropy(rows, weight, target, **named)
+    # Where no row counts, torch makes NaN of gradients. There it gets some that count, and no
+    # gradient comes to them.
+    nothing = classes.counts(torch.float32).sum() == 0
+    if classes.weight is not None:
+        named["weight"] = classes.weight.masked_fill(nothing, 1)
+    target = target.masked_fill(nothing, int(classes.ignored == 0))
+    loss = functional.linear_cross_entropy(rows, weight, target, **named)
+    return loss.masked_fill(nothing, float("nan"))
 
 
 def _autocast_dtype(rows: Tensor) -> torch.dtype | None:
