@@ -15,7 +15,18 @@ from tests.support.footprint import BYTES, LAYERS, WIDTHS, Formula, make
 from tests.support.live import LiveBytes
 from tests.support.models import WORLDS, mlp
 from tests.support.ranks import ThreadCommunicator
-from tests.support.reference import TOLERANCE, Turn, assert_close, by_shard, check_parity, full_gradients, in_place, in_sequence, nested, on_ranks
+from tests.support.reference import (
+    TOLERANCE,
+    Turn,
+    assert_close,
+    by_shard,
+    check_parity,
+    full_gradients,
+    in_place,
+    in_sequence,
+    nested,
+    on_ranks,
+)
 from tests.support.stacks import stack, train
 from zero3 import Zero3Layer
 

@@ -17,7 +17,9 @@ from tests.support.models import WORLDS
 from tests.support.reference import Turn, by_shard, check_parity
 from tests.support.stacks import Stack, loss_of, stack, train_and_look, words_of
 
-REPLACED = r"layer .* finds a (Parameter|Tensor|NoneType) in the place of parameter .*expected the object that was wrapped.*writeback.*resident"
+REPLACED = (
+    r"layer .* finds a (Parameter|Tensor|NoneType) in the place of parameter .*expected the object that was wrapped.*writeback.*resident"
+)
 
 
 def _values(*names: str) -> dict[str, Tensor]:
