@@ -170,12 +170,11 @@ class ParameterSites:
         """Hides the released parameter where another object stood, and it was put back since. Then
         the module lists it.
         """
-        for module, attribute in self.places:
-            if module._parameters.get(attribute) is self.parameter:
-                module.__dict__[attribute] = module._parameters.pop(attribute)
+        if any(module._parameters.get(name) is self.parameter for module, name in self.places):
+            self.hide(self.data())
 
     def data(self) -> Tensor:
-        """The shown parameter's data."""
+        """The parameter's data."""
         with as_plain_tensors():
             return self.parameter.data
 
