@@ -151,6 +151,19 @@ def test_materialize_draws_what_one_process_would(name: str, world_size: int) ->
     assert torch.equal(torch.rand(3), following), "the generator is where one process leaves it"
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_materialize_draws_in_the_dtype_of_the_chunks(frozen: bool) -> None:
+    """With `master_dtype` it is that of what trains alone."""
+    model = on_meta(lambda: stack().to(torch.bfloat16).requires_grad_(not frozen))
+    zero3.shard(model, policy=zero3.ShardingPolicy(master_dtype=torch.float32), device="cpu")
+    torch.manual_seed(5)
+    zero3.materialize(model)
+    torch.manual_seed(5)
+    expected = whole(stack().to(torch.bfloat16 if frozen else torch.float32), None).state_dict()
+    with zero3.full_params(model):
+        assert_close({name: p.detach().clone() for name, p in model.named_parameters()}, expected, 0, "in the dtype of the chunks")
+
+
 def test_materialize_draws_in_the_modules_own_order_where_the_policy_ignores_some() -> None:
     model = zero3.shard(on_meta(stack), policy=zero3.ShardingPolicy(ignored=lambda name, info: name.endswith("bias")), device="cpu")
     torch.manual_seed(5)

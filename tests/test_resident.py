@@ -189,6 +189,23 @@ def test_a_backward_of_what_was_computed_inside_raises(where: str) -> None:
     on_two(stack, body)
 
 
+@pytest.mark.parametrize("stage", [3, 1])
+def test_a_backward_of_parameters_alone_is_reduced(stage: Any) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group, policy=ShardingPolicy(stage=stage))
+        with zero3.resident(model):
+            (model.head.weight.pow(2).sum() * (1 + group.rank)).backward()
+        train(model, Turn(group.rank, 0, 2))
+        zero3.clip_grad_norm_(model, float("inf"))
+        assert_close(full_gradients(model, group), wanted, 1e-12, "gradients")
+
+    models, plain = [stack() for _ in range(2)], stack()
+    for rank in range(2):
+        ((plain.head.weight.pow(2).sum() * (1 + rank) + loss_of(plain, Turn(rank, 0, 2))) / 2).backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    run_ranks(2, body)
+
+
 def test_residents_and_full_params_nest() -> None:
     plain = stack()
     with torch.no_grad():

@@ -200,7 +200,8 @@ def resident(model: nn.Module) -> Iterator[None]:
     call the model more often. Every rank enters and leaves it, and holds the whole model inside.
     Parameters can be read under their own names, in the compute dtypes. torch.func's transforms
     (grad, vjp, jvp, vmap, jacrev, ...) work inside: they differentiate by their own arguments, and
-    take parameters as constants.
+    take parameters as constants. A backward of parameters alone, as of a penalty, is no error if
+    every rank makes it: its gradients are reduced.
 
     Args:
         model: Any model that contains zero3 layers.

@@ -35,7 +35,8 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     with the same seed, whatever the number of ranks. Rank 0 draws them, from torch's global
     generator, on the layer's device, in memory for one layer: the parameters of other layers are
     sent to their ranks, and fetched again if a module's initialisation comes back to them. Where
-    all ranks have seeded torch alike, they go on with the generator as rank 0 leaves it.
+    all ranks have seeded torch alike, they go on with the generator as rank 0 leaves it. With
+    `master_dtype` it draws in that dtype: the values are those of the model in it.
 
     Parameters that have values already keep them. A tied parameter is drawn in each of its places,
     and the last draw counts.

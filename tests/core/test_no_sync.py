@@ -15,7 +15,19 @@ from tests.support.footprint import BYTES, LAYERS, WIDTHS, Formula, make
 from tests.support.live import LiveBytes
 from tests.support.models import WORLDS, mlp
 from tests.support.ranks import ThreadCommunicator
-from tests.support.reference import TOLERANCE, Turn, assert_close, full_gradients, in_place, in_sequence, nested, on_ranks
+from tests.support.reference import (
+    TOLERANCE,
+    Turn,
+    assert_close,
+    by_shard,
+    check_parity,
+    full_gradients,
+    in_place,
+    in_sequence,
+    nested,
+    on_ranks,
+)
+from tests.support.stacks import stack, train
 from zero3 import Zero3Layer
 
 MICRO_BATCHES = 3
@@ -295,3 +307,30 @@ def test_in_the_dtype_of_the_reduction() -> None:
         assert chunk.grad.tolist() == [sum(scales)]
 
     on_ranks(2, mlp, body)
+
+
+@pytest.mark.parametrize("then", ["backward", "reduce_gradients", "step"])
+@pytest.mark.parametrize("frozen", ["blocks.1", "norm", ""])  # a layer, what the root has left of one, all
+@pytest.mark.parametrize("stage", [3, 1])
+def test_chunks_that_are_frozen_get_what_was_kept_before(stage: Any, frozen: str, then: str) -> None:
+    """As parameters of plain torch: gradients stay where they are frozen, and are stepped."""
+
+    def program(model: nn.Module, turn: Turn) -> Tensor:
+        sharded = zero3.is_sharded(model)
+        inside = frozen if frozen != "norm" or not sharded else ""  # the root's own chunk is the model's
+        chosen = dict(model.get_submodule(inside).named_parameters(recurse=frozen != "norm"))
+        for number in range(2):
+            with zero3.no_sync(model) if sharded and number else nullcontext():
+                loss = train(model, Turn(turn.rank, 10 * turn.step + number, turn.world_size))
+        for parameter in chosen.values():
+            parameter.requires_grad_(False)
+        if then == "backward" and frozen:
+            train(model, Turn(turn.rank, 10 * turn.step + 2, turn.world_size))
+        elif sharded and (then != "step" or stage == 3):
+            zero3.reduce_gradients(model)
+        assert not any(p.grad.is_sparse for p in chosen.values() if p.grad is not None)  # as optimizers ask
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+        return loss
+
+    check_parity(stack, program, shard=by_shard, policy=zero3.ShardingPolicy(stage=stage))

@@ -217,8 +217,8 @@ FAULTS = [
     Fault(
         "a chunk's reduction skipped",
         "core/layer_gradients.py",
-        "            if chunk.shard.requires_grad\n        ]",
-        "            if chunk.shard.requires_grad\n        ][1:]",
+        "            if chunk.shard.requires_grad or account.owed\n        ]",
+        "            if chunk.shard.requires_grad or account.owed\n        ][1:]",
         "core/no_sync",
     ),
     Fault(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -194,3 +199,48 @@ def test_gradients_by_name_on_processes() -> None:
         assert_close(found, expected, TOLERANCE, "full_gradients")
     for name, gradient in expected.items():
         assert_close([torch.cat([slices[name] for slices, _ in results])], [gradient.flatten()], TOLERANCE, name)
+
+
+def through_a_file(gradient: Tensor) -> Tensor:
+    torch.save([gradient], file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file)[0]
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "deepcopy": copy.deepcopy,
+    "deepcopy in a list": lambda gradient: copy.deepcopy([gradient])[0],
+    "pickle": lambda gradient: pickle.loads(pickle.dumps(gradient)),
+    "torch.save": through_a_file,
+}
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(3, "slice"), (1, "slice"), (3, "piece"), (3, "whole")])
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_chunks_gradient_is_a_plain_tensor(stage: int, way: str, kind: str) -> None:
+    """At stage 1 it asks for the values."""
+    models = [stack() for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group, policy=ShardingPolicy(stage=stage))
+        if kind != "slice":
+            zero3.param_groups(model, lambda name, info: {"whole": kind == "whole"})
+        chunks = zero3.get_trainable_chunk(model)
+        with zero3.no_sync(model):
+            train(model, Turn(group.rank, 0, 2))
+            with pytest.raises(RuntimeError, match="this gradient is not known yet"):
+                COPIES[way](chunks[0].grad)
+        zero3.reduce_gradients(model)
+        train(model, Turn(group.rank, 1, 2))
+        copies = [COPIES[way](chunk.grad) for chunk in chunks]
+        for chunk, found in zip(chunks, copies, strict=True):
+            assert type(found) is Tensor and found.data_ptr() != chunk.grad.data_ptr()
+            chunk.grad.copy_(found + 0)
+        assert_close(whole(model), expected, TOLERANCE, "gradients of copies")
+
+    plain = stack()
+    for rank in range(2):
+        for step in range(2):
+            (loss_of(plain, Turn(rank, step, 2)) / 2).backward()
+    expected = expected_of(plain)
+    run_ranks(2, body)

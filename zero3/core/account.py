@@ -146,13 +146,18 @@ class Account:
         if reached is not None or self.unreached.maybe:
             self.unreached.land(reached, self._zeroed())
         for number, part in enumerate(self.chunk.parts):
-            if part.parameter.requires_grad:
+            if part.parameter.requires_grad or self._was_kept_for(part):
                 gradient = self._typed(part.of(landed), part)
                 wider = None if exact is None else part.of(exact)
                 if reached is None:
                     accumulate(part.parameter, gradient, wider)
                 else:
                     self._accumulate_some(number, gradient, wider, reached)
+
+    def _was_kept_for(self, part: Part) -> bool:
+        """Whether the chunk was frozen after gradients were kept. They land as they would have."""
+        frozen = part.parameter is self.chunk.shard
+        return frozen and isinstance(part.parameter.grad, DeferredGradient)
 
     def _accumulate_some(
         self, number: int, gradient: Tensor, wider: Tensor | None, reached: Reached
@@ -170,7 +175,11 @@ class Account:
         """The slots of parts that have no gradient. Where this rank has parts of some slots alone,
         the others count as zeroed with all of these, since their ranks zero them.
         """
-        trained = [part for part in self.chunk.parts if part.parameter.requires_grad]
+        trained = [
+            part
+            for part in self.chunk.parts
+            if part.parameter.requires_grad or self._was_kept_for(part)
+        ]
         zeroed = [part.slots for part in trained if _earlier(part.parameter) is None]
         if len(zeroed) == len(trained):
             return frozenset(range(len(self.chunk.layout.slots)))

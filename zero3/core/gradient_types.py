@@ -24,6 +24,8 @@ _NORMS = frozenset(
     {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 )
 _STILL_A_SLICE = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+# copies are plain tensors, as those of `clone` are
+_COPIES = frozenset({Tensor.__deepcopy__, Tensor.__reduce_ex__})
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -75,6 +77,8 @@ class ShardGradient(Tensor):
     ) -> Any:
         if func in _NORMS:
             cls._before_norm(sys._getframe(1))
+        if func in _COPIES:
+            return func(args[0].as_subclass(Tensor), *args[1:])
         if func is _UNSCALE:
             cls._before_unscale(args[0])
             # torch copies the scale to the host without waiting for the copy

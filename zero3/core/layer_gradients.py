@@ -135,7 +135,7 @@ class LayerGradients:
         """What a backward does with the gradients. All ranks have to do the same, so they compare
         this text.
         """
-        if not any(chunk.shard.requires_grad for chunk in self.accounts):
+        if not any(chunk.shard.requires_grad or a.owed for chunk, a in self.accounts.items()):
             return "frozen"
         if self.deferred:
             return "gradients kept (as under no_sync)"
@@ -189,7 +189,8 @@ class LayerGradients:
 
     def prepare(self, communicator: Communicator) -> Prepared:
         """Allocates what the reductions of all trainable chunks need, before ranks rely on them:
-        memory may run out on one rank alone.
+        memory may run out on one rank alone. A chunk may have been frozen since its gradients were
+        kept.
         """
         return [
             (
@@ -199,7 +200,7 @@ class LayerGradients:
                 ),
             )
             for chunk, account in self.accounts.items()
-            if chunk.shard.requires_grad
+            if chunk.shard.requires_grad or account.owed
         ]
 
     def back_up(self, prepared: Prepared, lanes: Lanes) -> list[Ticket]:

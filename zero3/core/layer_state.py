@@ -283,6 +283,11 @@ class LayerState:
             with self.wait_span:
                 for chunk in self.chunks:
                     chunk.finish_fetch()
+            # before anything changes: the caller may put the parameter back
+            for sharded in self.parameters:
+                for module, attribute in sharded.sites.places:
+                    if module.__dict__.get(attribute) is not sharded.sites.parameter:
+                        self._check_put_back(sharded.sites, module, attribute)
             # set first: after an interrupt in between, release must hide every parameter
             self.presence = Presence.FETCHED
             for chunk in self.chunks:
@@ -307,6 +312,18 @@ class LayerState:
                     ]
                 )
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
+
+    def _check_put_back(self, sites: ParameterSites, module: nn.Module, attribute: str) -> None:
+        """A place has not the hidden parameter. If it was put back, its module lists it."""
+        if module._parameters.get(attribute) is not sites.parameter:
+            found = type(getattr(module, attribute, None)).__name__
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: layer {self.label} finds a {found} in the place "
+                f"of parameter {sites.name!r}, expected the object that was wrapped, which stays "
+                "one for life. Put it back, and give it other values inside `with "
+                "zero3.full_params(module, writeback=True):`. torch.func.functional_call, which "
+                "replaces parameters for a call, works inside `with zero3.resident(model):`."
+            )
 
     def _follow_requires_grad(self, chunk: Chunk) -> None:
         """Gives the chunk's parameters the chunk's `requires_grad`, after the caller has changed
@@ -441,8 +458,11 @@ class LayerState:
             for chunk in self.chunks:
                 chunk.abandon_fetch()
         self.release(Lifetime.PASS)
-        if broken and self.lifetime >= Lifetime.STEPS:
-            self.release()
+        if broken:
+            if self.lifetime >= Lifetime.STEPS:
+                self.release()
+            for sharded in self.parameters if self.presence is Presence.RELEASED else ():
+                sharded.sites.hide_put_back()
 
     # -- outside of forward and backward
 

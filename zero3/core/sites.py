@@ -147,12 +147,7 @@ class ParameterSites:
         self.parameter.__class__ = nn.Parameter
         self.parameter.data = value
         for module, attribute in self.places:
-            if module.__dict__.pop(attribute, None) is not self.parameter:
-                raise RuntimeError(
-                    f"{self.name}: the module's attribute {attribute!r} was replaced after "
-                    "wrapping. A wrapped parameter stays one object; change its values inside "
-                    "`with zero3.full_params(module, writeback=True):`."
-                )
+            module.__dict__.pop(attribute, None)
             module._parameters[attribute] = self.parameter
         if self.known is not None:
             self.parameter.__class__ = self.face.shown_as(self, value)
@@ -171,8 +166,15 @@ class ParameterSites:
             module.__dict__[attribute] = self.parameter
         self.parameter.__class__ = ReleasedParameter
 
+    def hide_put_back(self) -> None:
+        """Hides the released parameter where another object stood, and it was put back since. Then
+        the module lists it.
+        """
+        if any(module._parameters.get(name) is self.parameter for module, name in self.places):
+            self.hide(self.data())
+
     def data(self) -> Tensor:
-        """The shown parameter's data."""
+        """The parameter's data."""
         with as_plain_tensors():
             return self.parameter.data
 
