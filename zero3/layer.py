@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any, NoReturn, Self
 
 import torch
@@ -167,17 +166,20 @@ class StandIn(_Posing, nn.Module):
         return f"{type(self).__name__}(\n  {self.extra_repr()}\n  (module): {module}\n)"
 
 
-@cache
 def _with_items(kind: type, has: tuple[str, ...]) -> type:
     """Returns `kind` with the methods `has`, which are those of the instance's module: a layer of a
-    Sequential has a length.
+    Sequential has a length. Layers that have the same share a class.
     """
 
     def passing(name: str) -> Callable[..., Any]:
         return lambda self, *args: getattr(self.module, name)(*args)
 
-    methods = {name: passing(name) for name in has}
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__} | methods) if has else kind
+    if not has:
+        return kind
+    known: list[type] = kind.__subclasses__()
+    made = (each for each in known if vars(each).get("_passes") == has)
+    own = {"__module__": kind.__module__, "_passes": has} | {name: passing(name) for name in has}
+    return next(made, None) or type(kind.__name__, (kind,), own)
 
 
 class Zero3Layer(StandIn):

@@ -234,6 +234,12 @@ def test_a_layer_has_the_length_and_the_items_of_its_module_or_none(kind: str, u
     assert answer(plain.blocks[0]) == expected
 
 
+def test_layers_of_containers_share_a_class() -> None:
+    """torch.compile would compile what calls them for each class."""
+    layers: list[Any] = [zero3.Zero3Layer(nn.Sequential(nn.Linear(2, 2))) for _ in range(3)]
+    assert len({type(layer) for layer in layers}) == 1 and type(zero3.Zero3Layer(nn.Linear(2, 2))) is zero3.Zero3Layer
+
+
 def test_a_layer_of_a_sequential_is_changed_as_the_module_and_refuses_new_parameters() -> None:
     plain = nn.Linear(2, 2)
     layer: Any = zero3.Zero3Layer(nn.Sequential(deepcopy(plain), nn.Tanh(), nn.ReLU()))
