@@ -255,7 +255,7 @@ def _partitioned(
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model "
             "once, before wrapping any part of it"
         )
-    check_modules(model.named_modules())
+    check_modules(own_modules(model, is_layer))
     _check_adapters(model)
     if callable(policy):  # of each module it is asked once
         policy = _asked_once(policy)
