@@ -55,5 +55,10 @@ def test_the_readmes_example_of_a_hugging_face_model_runs(ranks: int, tmp_path: 
     assert all(0 < change < 3.1e-5 for change in changes)  # AdamW's first steps are as long as its rate, at most
 
 
+def test_the_readmes_example_of_a_hugging_face_model_tells_its_arguments(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"usage: script\.py DIR TUNED"):
+        prints(tmp_path, 1, ANY_MODEL)
+
+
 def test_the_readme_names_all_that_is_public() -> None:
     assert not [name for name in zero3.__all__ if not re.search(rf"`{name}\b", README)]

@@ -286,3 +286,20 @@ def test_ranks_out_of_step_are_told_of_resident() -> None:
     outcomes = try_on_ranks(2, out_of_step, fresh=True, group_timeout=3.0)
     assert outcomes[1].error == "RuntimeError"
     assert "rank 1 of 2" in outcomes[1].text and "zero3.resident(model)" in outcomes[1].text, outcomes[1].text
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torchs_fast_path_of_an_encoder_gives_zeros_at_padded_positions_inside_resident_alone() -> None:
+    """As the FAQ says."""
+    model = built(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)).eval()
+    x, padded = Turn(0, 0, 1).tensor(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    padded[0, 3:] = True
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=padded)
+        zero3.shard(model)
+        outside = model(x, src_key_padding_mask=padded)
+        with zero3.resident(model):
+            inside = model(x, src_key_padding_mask=padded)
+    torch.testing.assert_close(inside, plain)
+    torch.testing.assert_close(outside[~padded], plain[~padded])
+    assert not plain[padded].any() and outside[padded].all()

@@ -29,7 +29,7 @@ from .core.parameters import parameters_of
 from .core.sites import ParameterSites
 from .guards.compiled import check_compiled
 from .guards.module_overrides import Override, guard, refuse_merges
-from .guards.unshardable import check_parameters
+from .guards.unshardable import check_modules, check_parameters
 from .guards.wrappers import refuse_ulysses
 from .layer import Zero3Layer, adopt, enter_root, is_layer, layers_of, put
 from .modules import (
@@ -255,6 +255,7 @@ def _partitioned(
             f"this {type(model).__name__} is sharded already, or holds Zero3Layers: shard a model "
             "once, before wrapping any part of it"
         )
+    check_modules(own_modules(model, is_layer))
     _check_adapters(model)
     if callable(policy):  # of each module it is asked once
         policy = _asked_once(policy)

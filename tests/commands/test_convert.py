@@ -251,7 +251,7 @@ def test_convert_says_which_buffers_are_left_out(differ: bool, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_convert_keeps_the_class_of_the_optimizer(named: bool, run: Path, tmp_path: Path) -> None:
+def test_convert_keeps_the_class_of_the_optimizer(named: bool, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = run
     if not named:  # as plain torch saves it
         model = one()
@@ -261,4 +261,8 @@ def test_convert_keeps_the_class_of_the_optimizer(named: bool, run: Path, tmp_pa
         source = tmp_path / "file"
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
     found = content_of(convert(source, tmp_path / "out"))["optimizer"]["class"]
-    assert found == ("AdamW" if named else "optimizer")
+    assert found == ("AdamW" if named else None)
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert ("optimizer  " in printed) is named and "groups  " in printed

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zero3
 from tests.support.processes import PROMPT, Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, World, run_ranks
 from zero3 import Zero3Layer, Zero3Sequential
@@ -65,6 +67,18 @@ def _overlap(module: nn.Module) -> None:
     module.extra = nn.Parameter(torch.zeros(1).expand(4))
 
 
+def _jit(compiled: Callable[[nn.Module], nn.Module], shard: Callable[[nn.Module], object]) -> Callable[[bool, Rank, nn.Module], object]:
+    def make(is_wrong: bool, rank: Rank, module: nn.Module) -> object:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return shard(nn.Sequential(compiled(module) if is_wrong else module))
+
+    return make
+
+
+_INSTEAD = ("shard the module before torch.jit", "torch.compile")
+
+
 class Subclass(Tensor):
     pass
 
@@ -91,6 +105,18 @@ MISTAKES = {
     "expanded parameter": Mistake(_wrap_changed(_overlap), "ValueError", ("'extra'", "overlaps itself", "clone")),
     "parameter of a subclass": Mistake(
         _wrap_changed(_subclassed), "ValueError", ("'bias'", "Subclass", "Build the model of plain parameters")
+    ),
+    "lazy parameter": Mistake(
+        lambda wrong, rank, m: Zero3Layer(nn.LazyLinear(5) if wrong else m), "ValueError", ("'weight' of LazyLinear", "run a forward first")
+    ),
+    "scripted module": Mistake(_jit(torch.jit.script, Zero3Layer), "ValueError", ("module '0' is a RecursiveScriptModule", *_INSTEAD)),
+    "scripted block": Mistake(
+        _jit(torch.jit.script, lambda model: zero3.shard(model, nn.Module)), "ValueError", ("module '0' is a Recursive", *_INSTEAD)
+    ),
+    "traced block": Mistake(
+        _jit(lambda module: torch.jit.trace(module, torch.ones(2, 3)), lambda model: zero3.shard(model, nn.Module)),
+        "ValueError",
+        ("module '0' is a TopLevelTracedModule", *_INSTEAD),
     ),
     "no layers": Mistake(lambda wrong, rank, m: Zero3Sequential([] if wrong else [_layer()]), "ValueError", ("empty", "at least one")),
     "a bare module among layers": Mistake(

@@ -41,7 +41,7 @@ from ..experts.finding import check_experts
 from ..guards.backward_inputs import know_chunks
 from ..guards.marks import mark, mark_ignored, mark_sharded
 from ..guards.optimizer_steps import steps_seen
-from ..guards.unshardable import check_parameters
+from ..guards.unshardable import check_modules, check_parameters
 from ..guards.wrappers import wrapper_in
 from ..modules import CONTAINERS, dotted, find_parameters, is_callable, own_modules
 from ..policy import (
@@ -453,6 +453,7 @@ def _check_request(
         raise ValueError(
             "the module is a Zero3Layer already, expected an unwrapped module: wrap a module once"
         )
+    check_modules(own_modules(request.module, is_layer))
     if wrapper := wrapper_in(own_modules(request.module, is_layer)):
         raise ValueError(
             f"the module is, or holds, {wrapper}: pass the model that was wrapped. zero3 does all "

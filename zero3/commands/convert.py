@@ -7,8 +7,8 @@ Model, optimizer and everything beside them go along, by the parameters' names. 
 holds some tens of MB. Nothing is unpickled.
 
 What OUT can't hold is left out, key by key: objects of other systems' classes, random generators,
-and the like. One line on stderr names each of them, with its path and its type. With --strict that
-is an error (exit code 1), which leaves no OUT.
+and the like. One line on stderr names each of them; a value with its path and its type. With
+--strict that is an error (exit code 1), which leaves no OUT.
 """
 
 from __future__ import annotations

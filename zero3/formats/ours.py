@@ -25,7 +25,6 @@ from .run import Holds, Run
 __all__: list[str] = []
 
 HOLDS = Holds(nested=False, config=True)
-_UNNAMED = "optimizer"  # in place of a class that nobody knows
 
 
 def is_one(path: Path) -> bool:
@@ -188,7 +187,7 @@ def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Blob]]:
         ]
         blobs += [_Blob(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
     kinds = " and ".join(dict.fromkeys(run.classes))
-    return {"class": kinds or _UNNAMED, **contents.to_json()}, blobs
+    return {"class": kinds or None, **contents.to_json()}, blobs
 
 
 def _views(blobs: list[_Blob], advance: Callable[[int], object]) -> Iterator[memoryview]:

@@ -1,4 +1,4 @@
-"""Refuses parameters that can't be sharded, before anything has changed."""
+"""Refuses modules and parameters that can't be sharded, before anything has changed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..core.released import ReleasedParameter
 from ..core.sites import ParameterSites
 
 __all__: list[str] = []
+
+
+def check_modules(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises ValueError, with its name, if one of `modules` was compiled by torch.jit."""
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{f'module {name!r}' if name else 'the module'} is a {type(module).__name__}, "
+                "which holds its parameters in C++, where no layer can put others: shard the "
+                "module before torch.jit. Take torch.compile for speed, and script what was trained"
+            )
 
 
 def check_parameters(
@@ -38,6 +50,11 @@ def check_parameters(
                 f"parameter {sites.name!r} of {label} has been partitioned by DeepSpeed "
                 "(zero.Init), which keeps its values: build the "
                 'model without it, on torch.device("meta") if it does not fit'
+            )
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {sites.name!r} of {label} has no shape yet, as lazy modules have none: "
+                "run a forward first"
             )
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
             raise ValueError(
