@@ -146,6 +146,10 @@ class CallersMistake(RuntimeError):
     """An error that `step_guard` does not catch: every rank raises it."""
 
 
+class WrongCall(CallersMistake, ValueError):
+    """A call that can't be made there."""
+
+
 class NotReducedError(CallersMistake):
     """A gradient was used before it was reduced."""
 

@@ -16,7 +16,7 @@ from ..access import used
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..conductors.conducted import unconducted
-from ..core.gradient_types import TOKENS, CallersMistake, DeferredGradient
+from ..core.gradient_types import TOKENS, DeferredGradient, WrongCall
 from ..core.layer_state import LayerState, accounts_of, ignored_of
 
 __all__: list[str] = []
@@ -51,11 +51,11 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number
             of tokens is negative or not finite (a tensor on a GPU gives nan on all ranks), `model`
             is only a part of a model, a backward without a number of tokens has left gradients, or
-            only parameters that `ignored` leaves alone train. Every rank raises it; on a GPU, where
-            the host does not wait, only the rank with the mistake.
+            only parameters that `ignored` leaves alone train; or it is the second one inside one
+            `step_guard`. Every rank raises it; on a GPU, where the host does not wait, only the
+            rank with the mistake.
         TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise
             it.
-        RuntimeError: It is the second one inside one `step_guard`.
 
     Example::
 
@@ -68,7 +68,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     """
     states = used(model, "backward")
     if any(account.undecided for account in accounts_of(states)):
-        raise CallersMistake(
+        raise WrongCall(
             "a second zero3.backward inside one zero3.step_guard: the number of tokens of the "
             "first one counts only when the guard ends. Give each micro-batch a guard of its own."
         )

@@ -33,7 +33,7 @@ from ..core.collectives import (
     Look,
     Round,
 )
-from ..core.gradient_types import CallersMistake
+from ..core.gradient_types import CallersMistake, WrongCall
 from ..core.layer_state import LayerState, accounts_of
 from ..layer import runtimes_in
 from ..towers.entering import refuse_towers
@@ -48,7 +48,8 @@ class Trouble:
     """Why a guarded micro-batch is dropped, as its rank tells the others."""
 
     what: str
-    is_mistake: bool = False  # the caller's, which every rank raises
+    # of the caller's mistake, which every rank raises: "ValueError" or "RuntimeError"
+    mistake: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,7 @@ class CollectiveReplay:
             )
         refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
         if any(state.gradients.holds for state in self._states):
-            raise CallersMistake(
-                "zero3.step_guard inside another one: give each micro-batch one guard"
-            )
+            raise WrongCall("zero3.step_guard inside another one: give each micro-batch one guard")
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
         self._held: list[tuple[LayerState, Recording]] = []
@@ -255,12 +254,13 @@ class CollectiveReplay:
         rank -> failure.
 
         Raises:
-            RuntimeError: a rank has done what does not belong into the guard; on every rank.
+            CallersMistake: a rank has done what does not belong into the guard; on every rank.
         """
         mistake = mistake or self._mistake()
         trouble = Trouble(failure) if failure else None
         if mistake is not None:
-            trouble = Trouble(str(mistake), is_mistake=True)
+            kind = ValueError if isinstance(mistake, ValueError) else RuntimeError
+            trouble = Trouble(str(mistake), kind.__name__)
         first = self._states[0]
         errors: dict[int, str] = first.conductor.conduct(
             EndGuard(first, partial(self._end, first, trouble))
@@ -283,8 +283,9 @@ class CollectiveReplay:
         else:
             self._learn()
         for rank, each in enumerate(told):
-            if each is not None and each.is_mistake:
-                raise RuntimeError(f"rank {rank}: {each.what}")
+            if each is not None and each.mistake:
+                kind = WrongCall if each.mistake == "ValueError" else CallersMistake
+                raise kind(f"rank {rank}: {each.what}")
         self.close(keep=not errors)  # here ranks without data do it too
         return errors
 

@@ -65,11 +65,11 @@ def step_guard(
     Raises:
         TypeError: `catch` has anything else than exceptions' classes.
         RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, a
-            penalty over chunks was differentiated, `no_sync` or another guard began inside, or
-            `zero3.backward` came a second time: on every rank, and gradients are what they were. Or
-            a transfer failed.
+            penalty over chunks was differentiated, or `no_sync` began inside: on every rank, and
+            gradients are what they were. Or a transfer failed.
         ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or
-            `dynamic=True`.
+            `dynamic=True`. Or the guard is inside another one, or `zero3.backward` came a second
+            time in it: on every rank, likewise.
 
     Example::
 
@@ -94,7 +94,7 @@ def step_guard(
             mistake = error if isinstance(error, CallersMistake) else None
             if is_transfer_failure(error) or not replay.knows_the_rest:
                 if mistake:
-                    raise CallersMistake(f"rank {replay.rank}: {mistake}") from error
+                    raise type(mistake)(f"rank {replay.rank}: {mistake}") from error
                 raise
             # Its frames hold activations, and with torch 2.11 a checkpoint's hooks. From Python
             # 3.12 on they and the error hold each other, until a collection of garbage.
