@@ -13,6 +13,8 @@ from torch import nn
 
 from .comm.agreement import agree, all_go_on
 from .comm.communicator import is_first
+from .comm.factory import divide_alike
+from .conductors.conducted import unconducted
 from .core.autograd import inside_backward
 from .core.collectives import Use
 from .core.gradient_types import CallersMistake
@@ -341,15 +343,34 @@ def states_of(module: nn.Module, *, whole: bool = False) -> list[LayerState]:
 
     Raises:
         RuntimeError: They rest in files, and this is a forked child.
-        ValueError: There are none, or they also train parameters of other modules.
+        ValueError: There are none, they are sharded over different ranks, or they also train
+            parameters of other modules.
     """
     own, lent = _found_in(module)
     if not (own or lent):
         raise _not_sharded(module)
+    states = [*own, *lent]
+    _refuse_other_ranks(states)
     for state in lent if whole else ():
         _refuse_others(module, state)
-    check_process([*own, *lent])
-    return [*own, *lent]
+    check_process(states)
+    return states
+
+
+def _refuse_other_ranks(states: list[LayerState]) -> None:
+    """What is gathered, summed or written together is so among the ranks of the first one."""
+    first, *others = [(state, unconducted(state.communicator)) for state in states]
+    for state, communicator in others:
+        if not divide_alike(first[1], communicator):
+            one, other = (
+                f"over {ranks.world_size // ranks.shards} x {ranks.shards}"
+                for ranks in (first[1], communicator)
+            )
+            raise ValueError(
+                f"layer {first[0].label} is sharded {one} ranks (replicas x shards), and layer "
+                f"{state.label} {other} other ones, expected the same for all layers of a call: "
+                "call it for each model, or shard them over one group or mesh"
+            )
 
 
 def _refuse_others(module: nn.Module, state: LayerState) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zero3
@@ -262,3 +264,94 @@ def test_a_part_of_a_model_has_no_gradients_to_zero() -> None:
             model[0].module.zero_grad()
 
     run_ranks(2, body)
+
+
+def over(kind: str, rank: int) -> Any:
+    if kind == "a mesh":
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    lists = {"twins": [[0, 1, 2, 3]], "alone": [[0], [1], [2], [3]], "pairs": [[0, 1], [2, 3]], "other pairs": [[0, 2], [1, 3]]}[kind]
+    groups = [dist.new_group(ranks) for ranks in lists]
+    return next(group for group, ranks in zip(groups, lists, strict=True) if rank in ranks)
+
+
+ALL_OF_THEM: dict[str, Callable[[nn.Module, Rank], Any]] = {
+    "clip_grad_norm_": lambda model, _: zero3.clip_grad_norm_(model, 1.0),
+    "parameter_norms": lambda model, _: zero3.parameter_norms(model),
+    "save_checkpoint": lambda model, rank: zero3.save_checkpoint(rank.scratch / "checkpoint", model),
+    "save_pretrained": lambda model, rank: zero3.save_pretrained(model, rank.scratch / "pretrained"),
+    "full_state_dict": lambda model, _: zero3.full_state_dict(model),
+    "full_gradients": lambda model, _: zero3.full_gradients(model).__enter__(),
+    "get_trainable_chunk": lambda model, _: zero3.get_trainable_chunk(model),
+    "param_groups": lambda model, _: zero3.param_groups(model, lambda name, info: {"whole": info.ndim > 1}),
+    "step_guard": lambda model, _: zero3.step_guard(model).__enter__(),
+}
+
+
+def models_over_other_ranks(rank: Rank, one: str, other: str) -> list[str]:
+    """What functions say of two models at once. Of each by itself, gradients and their norm are those of plain torch."""
+    groups = [over(one, rank.number), over(other, rank.number)]
+    models = [sharded(copy.deepcopy(each).double(), group) for each, group in zip((FIRST, SECOND), groups, strict=True)]
+    both, shares = nn.ModuleDict(dict(zip("ab", models, strict=True))), [shared(kind, rank.number) for kind in (one, other)]
+    torch.autograd.backward([model(rows(rank.number, 0).double()).sum() for model in models])
+    told = []
+    for use in ALL_OF_THEM.values():
+        with pytest.raises(ValueError, match=r"other ones, expected the same for all layers of a call") as caught:
+            use(both, rank)
+        told.append(str(caught.value))
+    assert not list(rank.scratch.glob("checkpoint*")) and not list(rank.scratch.glob("pretrained*"))
+    for model, plain_one, ranks in zip(models, (FIRST, SECOND), shares, strict=True):
+        torch.testing.assert_close(zero3.clip_grad_norm_(model, 1e9).item(), plain_norm([plain_one], ranks))
+    return told
+
+
+def shared(kind: str, rank: int) -> list[int]:
+    lists = {"alone": [[rank]], "pairs": [[0, 1], [2, 3]], "other pairs": [[0, 2], [1, 3]]}.get(kind, [[0, 1, 2, 3]])
+    return next(ranks for ranks in lists if rank in ranks)
+
+
+def plain_norm(models: list[nn.Sequential], ranks: list[int]) -> float:
+    plain_ones = [copy.deepcopy(model).double() for model in models]
+    for rank in ranks:
+        for model in plain_ones:
+            (model(rows(rank, 0).double()).sum() / len(ranks)).backward()
+    return torch.nn.utils.get_total_norm([p.grad for model in plain_ones for p in model.parameters() if p.grad is not None]).item()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "says"),
+    [
+        (("twins", "a mesh"), "over 1 x 4 ranks (replicas x shards), and layer '0' (Sequential) over 2 x 2 other ones"),
+        (("a mesh", "twins"), "over 2 x 2 ranks (replicas x shards), and layer '0' (Sequential) over 1 x 4 other ones"),
+        (("alone", "twins"), "over 1 x 1 ranks (replicas x shards), and layer '0' (Sequential) over 1 x 4 other ones"),
+        (("pairs", "other pairs"), "over 1 x 2 ranks (replicas x shards), and layer '0' (Sequential) over 1 x 2 other ones"),
+    ],
+    ids=str,
+)
+def test_models_over_other_ranks_are_refused_in_one_call(kinds: tuple[str, str], says: str) -> None:
+    """The ranks of the first one would sum, gather and write for both, in silence."""
+    first, *others = on_ranks(4, models_over_other_ranks, *kinds)
+    assert all(told == first for told in others) and all(says in text for text in first)
+
+
+def models_over_the_same_ranks(rank: Rank) -> None:
+    groups = [over("twins", rank.number), over("twins", rank.number), None]
+    models = [sharded(copy.deepcopy(FIRST).double(), group) for group in groups]
+    both = nn.ModuleList(models)
+    torch.autograd.backward([model(rows(rank.number, 0).double()).sum() for model in models])
+    torch.testing.assert_close(zero3.clip_grad_norm_(both, 1e9).item(), plain_norm([FIRST] * 3, [0, 1, 2, 3]))
+    zero3.save_checkpoint(rank.scratch / "checkpoint", both)
+    zero3.load_checkpoint(rank.scratch / "checkpoint", both)
+
+
+def test_models_over_two_groups_of_the_same_ranks_are_used_together() -> None:
+    on_ranks(4, models_over_the_same_ranks)
+
+
+def chunks_without_a_group(rank: Rank) -> int:
+    models = nn.ModuleList(sharded(model, over("twins", rank.number)) for model in (FIRST, SECOND))
+    dist.destroy_process_group()
+    return len(zero3.get_trainable_chunk(models))
+
+
+def test_what_moves_nothing_goes_on_when_groups_are_destroyed() -> None:
+    assert on_ranks(4, chunks_without_a_group) == [6] * 4

@@ -174,8 +174,8 @@ def what_can_not_join(rank: Rank) -> list[str]:
     told = []
     whole = zero3.Zero3Layer(nn.Linear(2, 2), policy=zero3.ShardingPolicy(stage=1))
     dynamic = zero3.Zero3Layer(nn.Linear(2, 2), policy=zero3.ShardingPolicy(dynamic=True))
-    alone = [dist.new_group([number]) for number in range(2)][rank.number]
-    apart = nn.Sequential(zero3.Zero3Layer(nn.Linear(2, 2)), zero3.Zero3Layer(nn.Linear(2, 2), process_group=alone))
+    twin = dist.new_group([0, 1])
+    apart = nn.Sequential(zero3.Zero3Layer(nn.Linear(2, 2)), zero3.Zero3Layer(nn.Linear(2, 2), process_group=twin))
     for model in (whole, dynamic, apart):
         with pytest.raises(ValueError, match=r"expected|groups") as caught:
             zero3.joinable(model, lambda: None)

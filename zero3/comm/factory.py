@@ -215,6 +215,24 @@ def process_group_of(communicator: Communicator) -> Any:
     return communicator._group if isinstance(communicator, GroupCommunicator) else None
 
 
+def divide_alike(one: Communicator, other: Communicator) -> bool:
+    """Whether both cut chunks over the same ranks, and repeat them over the same, by whichever
+    groups.
+    """
+    with suppress(RuntimeError, KeyError):  # destroyed, or in a forked child: transfers say so
+        return one.same_ranks(other) or _division(one) == _division(other)
+    return True
+
+
+def _division(communicator: Communicator) -> tuple[int, int, list[int]]:
+    members: list[int] = []  # of the job's ranks
+    if isinstance(communicator, MeshCommunicator):
+        members = list(communicator.members)
+    elif isinstance(communicator, GroupCommunicator):
+        members = dist.get_process_group_ranks(communicator._group)
+    return communicator.shards, communicator.world_size, members
+
+
 def decline(caller: str, error: Exception) -> None:
     """This rank raises `error` alone, because it can't know with whom it was to make layers. Others
     hear of it if they wait for it.
