@@ -389,6 +389,22 @@ def _refuse_others(module: nn.Module, state: LayerState) -> None:
         )
 
 
+def only_a_part(states: list[LayerState], caller: str) -> ValueError | None:
+    """The mistake if a model that has computed trains other layers too: `caller` has to do the same
+    to the gradients of all.
+    """
+    backwards = dict.fromkeys(state.gradients.backward() for state in states)
+    inside = set(states)
+    for backward in backwards:
+        for other in () if backward is None else backward.layers:
+            if other not in inside and other.trainable():
+                return ValueError(
+                    f"{caller} got only a part of the model: layer {other.label} trains too. Pass "
+                    "the whole one"
+                )
+    return None
+
+
 def tell_of_outsiders(model: nn.Module, states: list[LayerState]) -> None:
     """Warns of parameters that train and are in no layer."""
     names = [

@@ -539,3 +539,25 @@ def test_an_ignored_parameter_that_gets_its_values_later_is_known_as_before(way:
     with torch.device("meta"):
         models = [stack() for _ in range(2)]
     run_ranks(2, body)
+
+
+def test_ignored_parameters_of_models_whose_reductions_differ_are_measured_as_each_says() -> None:
+    plain = nn.ModuleList([stack(), stack()])
+    for rank in range(RANKS):
+        for each, share in zip(plain, (1, RANKS), strict=True):
+            (loss_of(each, Turn(rank, 0, RANKS)) / share).backward()
+    wanted = {name: torch.linalg.vector_norm(p.grad) for name, p in plain.named_parameters() if p.grad is not None}
+    total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    models = [nn.ModuleList([stack(), stack()]) for _ in range(RANKS)]
+
+    def body(group: ThreadCommunicator) -> tuple[Any, ...]:
+        both = models[group.rank]
+        for each, reduction in zip(both, ("sum", "mean"), strict=True):
+            policy = ShardingPolicy(ignored=left_alone, gradient_reduction=reduction)  # type: ignore[arg-type]
+            zero3.shard(each, process_group=group, policy=policy)
+            loss_of(each, Turn(group.rank, 0, RANKS)).backward()
+        return zero3.parameter_norms(both), zero3.clip_grad_norm_(both, 1e9)
+
+    for norms, norm in run_ranks(RANKS, body):
+        assert_close(norms, wanted, TOLERANCE, "norms")
+        assert_close([norm], [total], TOLERANCE, "the whole norm")

@@ -155,3 +155,20 @@ def test_zero3_backward_refuses_what_is_no_sum() -> None:
         zero3.backward(model(torch.ones(1, 2)).sum(), -1, model)
     with pytest.raises(ValueError, match="is sharded"):
         zero3.backward(torch.zeros((), requires_grad=True), 1, nn.Linear(2, 2))
+
+
+def test_models_of_one_loss_whose_reductions_differ_are_refused() -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        other = zero3.Zero3Layer(mlp(), process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
+        both = nn.ModuleList([other, model])
+        with pytest.raises(
+            ValueError, match=r"^rank 0: zero3.backward found policy.gradient_reduction='sum' in layer .* and 'mean' in layer"
+        ):
+            zero3.backward(sum(loss_sum(each, tokens(group.rank, 0, 3)) for each in both), 3, both)  # type: ignore[arg-type]
+        for chunk in zero3.get_trainable_chunk(other):
+            chunk.requires_grad_(False)  # what does not train need not be alike
+        zero3.backward(sum(loss_sum(each, tokens(group.rank, 0, 3)) for each in both), 3, both)  # type: ignore[arg-type]
+        assert_close(full_gradients(model, group), wanted, TOLERANCE, "gradients")
+
+    wanted = expected([[3], [3]])
+    on_ranks(2, mlp, body)

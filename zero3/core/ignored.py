@@ -22,7 +22,7 @@ class IgnoredGradient:
         self, parameter: nn.Parameter, ranks: int, *, transactional: bool, mean: bool
     ) -> None:
         self.parameter = parameter
-        self._transactional, self._mean = transactional, mean
+        self._transactional, self.mean = transactional, mean
         self._ranks = self._averaged_over = ranks
         self._held = False  # whether a `step_guard` is open, which ends what is staged
         self._staged = False
@@ -58,7 +58,7 @@ class IgnoredGradient:
         """Weighs the gradient of a staged backward, so that the mean over ranks is right, and
         commits it unless a `step_guard` is open.
         """
-        weight = self._ranks / self._averaged_over if self._mean else 1
+        weight = self._ranks / self._averaged_over if self.mean else 1
         came = self.parameter.grad if self._staged else None
         if came is not None:
             came = came if weight == 1 else came.mul_(weight)

@@ -175,9 +175,10 @@ def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Paramete
     They are the ranks' mean, or sum, as `gradient_reduction` says. What the caller has made equal
     on all ranks is its own mean.
     """
-    own = [each.parameter for each in ignored_of(states) if each.parameter.requires_grad]
-    if not own:
+    found = [each for each in ignored_of(states) if each.parameter.requires_grad]
+    if not found:
         return {}
+    own = [each.parameter for each in found]
     first = states[0]
     wide = any(each.dtype in (torch.float64, torch.complex128) for each in own)
     dtype = torch.float64 if wide else torch.float32
@@ -197,9 +198,10 @@ def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Paramete
             first.communicator, "summing up", Subject("the gradients of ignored parameters"), caller
         ):
             first.communicator.all_reduce(whole)
-        if first.policy.gradient_reduction == "mean":
-            whole /= first.communicator.world_size
     parts = torch.split(whole, [real.numel() for real in reals])
+    means = [part for ignored, part in zip(found, parts, strict=True) if ignored.mean]
+    for each in [whole] if len(means) == len(parts) else means:
+        each /= first.communicator.world_size
     return {
         each: torch.view_as_complex(part.view(-1, 2)) if each.is_complex() else part
         for each, part in zip(own, parts, strict=True)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..access import used
+from ..access import only_a_part, used
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..conductors.conducted import unconducted
@@ -50,10 +50,10 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     Raises:
         ValueError: Nothing in `model` is sharded, the loss is not 0-dim or has no graph, the number
             of tokens is negative or not finite (a tensor on a GPU gives nan on all ranks), `model`
-            is only a part of a model, a backward without a number of tokens has left gradients, or
-            only parameters that `ignored` leaves alone train; or it is the second one inside one
-            `step_guard`. Every rank raises it; on a GPU, where the host does not wait, only the
-            rank with the mistake.
+            is only a part of a model, its layers that train differ in `gradient_reduction`, a
+            backward without a number of tokens has left gradients, or only parameters that
+            `ignored` leaves alone train; or it is the second one inside one `step_guard`. Every
+            rank raises it; on a GPU, where the host does not wait, only the rank with the mistake.
         TypeError: The loss is no tensor, or the number of tokens is no number. The same ranks raise
             it.
 
@@ -108,7 +108,7 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
             "nothing trains but parameters that the policy's `ignored` leaves alone: no chunk's "
             "gradient counts their tokens"
         )
-    return _not_a_count(num_tokens) or _only_a_part(states)
+    return _not_a_count(num_tokens) or only_a_part(states, "zero3.backward") or _unlike(states)
 
 
 def _not_a_count(tokens: Any) -> Exception | None:
@@ -135,19 +135,23 @@ def _not_a_count(tokens: Any) -> Exception | None:
     return ValueError(f"num_tokens must be 0 or more, and finite, found {number}")
 
 
-def _only_a_part(states: list[LayerState]) -> Exception | None:
-    """The gradients of all layers have to be weighed alike."""
-    backward = states[0].gradients.backward()
-    if backward is None or len(backward.layers) == len(states):
+def _trains(state: LayerState) -> bool:
+    return bool(state.trainable()) or any(
+        each.parameter.requires_grad for each in state.gradients.ignored
+    )
+
+
+def _unlike(states: list[LayerState]) -> Exception | None:
+    """All layers share the one loss that is scaled."""
+    if len({state.policy.gradient_reduction for state in states}) == 1:
         return None
-    others = [state.label for state in backward.layers if state not in states and state.trainable()]
-    return (
-        ValueError(
-            f"zero3.backward got only a part of the model: layer {others[0]} trains too. Pass the "
-            "whole one"
-        )
-        if others
-        else None
+    by = {state.policy.gradient_reduction: state for state in states if _trains(state)}
+    if len(by) < 2:
+        return None
+    found = " and ".join(f"{reduction!r} in layer {by[reduction].label}" for reduction in by)
+    return ValueError(
+        f"zero3.backward found policy.gradient_reduction={found}, expected one for all layers that "
+        "train: give all models of one loss the same"
     )
 
 
@@ -229,8 +233,9 @@ def note(states: list[LayerState], total: Tensor) -> None:
 
 def _without_ranks(loss_sum: Tensor, share: Tensor, states: list[LayerState]) -> Tensor:
     """The loss, scaled such that the reduction gives the sum over ranks, times `share`."""
-    mean = states[0].policy.gradient_reduction == "mean"
-    return loss_sum * (share * (states[0].gradients.among.averaged_over if mean else 1)).to(
+    first = next(filter(_trains, states), states[0])
+    mean = first.policy.gradient_reduction == "mean"
+    return loss_sum * (share * (first.gradients.among.averaged_over if mean else 1)).to(
         loss_sum.dtype
     )
 
