@@ -18,6 +18,7 @@ from tests.support.reference import TOLERANCE, Turn, assert_at_rest, assert_clos
 
 ZEROED = r"gradients were zeroed or replaced inside zero3\.step_guard, which ranks that fail would not do"
 STEPPED = r"an optimizer stepped inside zero3\.step_guard, or a gradient was read there"
+PART = r"zero3\.step_guard got only a part of the model: layer '0' .* trains too\. Pass the whole one"
 PENALTY = r"a gradient flows straight into a chunk inside zero3\.step_guard"
 
 
@@ -242,3 +243,47 @@ def test_in_processes_nobody_waits_for_the_timeout() -> None:
     assert first.value == second.value, (first, second)
     assert len(first.value) == 2 and all(text.startswith("rank 1: ") for text in first.value)
     assert max(first.seconds, second.seconds) < PROMPT
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_guard_around_a_part_of_the_model_is_refused(begun: bool) -> None:
+    """The other layers would keep a dropped micro-batch's gradients. Before the first forward nobody knows of them."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        if begun:
+            loss_of(model, group.rank, 0).backward()
+        with pytest.raises(ValueError, match=PART), zero3.step_guard(model[1]):
+            loss_of(model, group.rank, 1).backward()
+        for chunk in [*model[0].get_trainable_chunk(), *model[2].get_trainable_chunk()]:
+            chunk.requires_grad_(False)  # what does not train need not be in it
+        model.zero_grad()
+        with zero3.step_guard(model[1]):
+            loss_of(model, group.rank, 2).backward()
+        found = full_gradients(model, group)
+        assert found
+        assert_close(found, {name: wanted[name] for name in found}, TOLERANCE, "gradients")
+
+    wanted = expected(2, [2])
+    on_ranks(2, mlp, body)
+
+
+@pytest.mark.parametrize("fails", ["between", "after"])
+def test_a_guard_around_a_list_of_models_drops_the_micro_batch_of_all(fails: str) -> None:
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        other = zero3.Zero3Layer(mlp(), process_group=group)
+        both = nn.ModuleList([model, other])
+        for number in range(5):
+            bad = number == 3 and group.rank == 1
+            with zero3.step_guard(both) as guard:
+                loss = loss_of(model, group.rank, number)
+                if bad and fails == "between":
+                    raise LoaderFailed
+                (loss + loss_of(other, group.rank, number)).backward()
+                if bad:
+                    raise LoaderFailed
+            assert guard.failed == (number == 3)
+        for each in both:
+            assert_close(full_gradients(each, group), wanted, TOLERANCE, "gradients")
+
+    wanted = expected(2, [0, 1, 2, 4])
+    on_ranks(2, mlp, body)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..access import reset, used
+from ..access import only_a_part, reset, used
 from ..comm.agreement import tell_all
 from ..conductors.conducted import Other, unconducted
 from ..core.collectives import (
@@ -168,6 +168,8 @@ class CollectiveReplay:
         refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
         if any(state.gradients.holds for state in self._states):
             raise WrongCall("zero3.step_guard inside another one: give each micro-batch one guard")
+        if part := only_a_part(self._states, "zero3.step_guard"):
+            raise WrongCall(str(part))
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
         self._held: list[tuple[LayerState, Recording]] = []
@@ -290,7 +292,11 @@ class CollectiveReplay:
         return errors
 
     def _mistake(self) -> RuntimeError | None:
-        """What this rank has done inside the guard that the other ranks may not have done."""
+        """What this rank has done inside the guard that the other ranks may not have done, or what
+        only its end can tell.
+        """
+        if part := only_a_part(self._states, "zero3.step_guard"):  # the first forward was inside
+            return WrongCall(str(part))
         if self._versions != self._chunk_versions():
             return RuntimeError(
                 "an optimizer stepped inside zero3.step_guard, or something else wrote into "

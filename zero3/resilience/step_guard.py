@@ -43,9 +43,11 @@ def step_guard(
 
     Gradients of earlier micro-batches stay on every rank. If `no_sync` has kept them, and the
     dropped micro-batch was to reduce them, call `reduce_gradients` before clipping and the step.
-    Buffers (of BatchNorm) and random generators stay as the micro-batch left them. The exception is
-    caught and logged (logger "zero3", WARNING). The context costs one exchange of nine bytes for
-    each rank at the end, for which the host waits, and one more gradient shard, as with
+    Buffers (of BatchNorm) and random generators stay as the micro-batch left them, and so do the
+    gradients of parameters that are in no layer of `model` (plain and DDP ones, and those of other
+    models: give it all that the loss trains, as an `nn.ModuleList`). The exception is caught and
+    logged (logger "zero3", WARNING). The context costs one exchange of nine bytes for each rank at
+    the end, for which the host waits, and one more gradient shard, as with
     `ShardingPolicy(transactional=True)`.
 
     A rank that fails makes the rest of the transfers, because the other ranks wait for them. It
@@ -67,9 +69,9 @@ def step_guard(
         RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, a
             penalty over chunks was differentiated, or `no_sync` began inside: on every rank, and
             gradients are what they were. Or a transfer failed.
-        ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or
-            `dynamic=True`. Or the guard is inside another one, or `zero3.backward` came a second
-            time in it: on every rank, likewise.
+        ValueError: Nothing in `model` is sharded, or it is only a part of a model, or its policy
+            has a `stage` other than 3, or `dynamic=True`. Or the guard is inside another one, or
+            `zero3.backward` came a second time in it: on every rank, likewise.
 
     Example::
 
