@@ -343,18 +343,15 @@ def states_of(module: nn.Module, *, whole: bool = False) -> list[LayerState]:
 
     Raises:
         RuntimeError: They rest in files, and this is a forked child.
-        ValueError: There are none, they are sharded over different ranks, or they also train
-            parameters of other modules.
+        ValueError: There are none, or they also train parameters of other modules.
     """
     own, lent = _found_in(module)
     if not (own or lent):
         raise _not_sharded(module)
-    states = [*own, *lent]
-    _refuse_other_ranks(states)
     for state in lent if whole else ():
         _refuse_others(module, state)
-    check_process(states)
-    return states
+    check_process([*own, *lent])
+    return [*own, *lent]
 
 
 def _refuse_other_ranks(states: list[LayerState]) -> None:
@@ -426,11 +423,19 @@ def sharded_in(states: Iterable[LayerState]) -> dict[int, ShardedParameter]:
     return {id(each.sites.parameter): each for state in states for each in state.parameters}
 
 
-def used(module: nn.Module, by: str, *, whole: bool = False) -> list[LayerState]:
+def used(
+    module: nn.Module, by: str, *, whole: bool = False, together: bool = False
+) -> list[LayerState]:
     """As `states_of`, for the function `by`, which uses values, or moves any. Conductors hear
-    of it first: one may finish what was begun, or refuse.
+    of it first: one may finish what was begun, or refuse. `together`: it takes all layers to be
+    cut over the same ranks, as it does if they have to be `whole`.
+
+    Raises:
+        ValueError: As `states_of`; or they are cut over different ranks.
     """
     states = states_of(module, whole=whole)
+    if whole or together:
+        _refuse_other_ranks(states)
     _tell_of_use(states, by)
     return states
 

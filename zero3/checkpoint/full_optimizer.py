@@ -189,7 +189,7 @@ def _looked_at(
 
     Warns if an optimizer is not exact.
     """
-    first = used(model, caller)[0]
+    first = used(model, caller, together=True)[0]
     with agreeing(first.communicator, first.device, caller) as lines:
         lines.append(f"the model of {first.name_among_ranks}")
         contents, together = Contents(model, caller), Together(optimizer)

@@ -84,7 +84,7 @@ def load_checkpoint(
             extra = zero3.load_checkpoint(latest, model, optimizer)
             schedule.load_state_dict(extra["schedule"])
     """
-    used(model, "load_checkpoint")[0].saves.finish()
+    used(model, "load_checkpoint", together=True)[0].saves.finish()
     return _Loader(path, model, optimizer, weights).load()
 
 

@@ -169,7 +169,7 @@ class _Asked:
 
 def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _Prepared:
     """Finds all mistakes before a file is made. Every rank raises them."""
-    first = used(model, "save_checkpoint")[0]
+    first = used(model, "save_checkpoint", together=True)[0]
     # if ranks have made different transfers, a checkpoint of them must not replace a good one
     first.log.look()
     first.saves.finish()

@@ -79,7 +79,7 @@ def save_merged(
 
         zero3.save_merged(model, f"{directory}/merged", dtype=torch.bfloat16)
     """
-    first = used(model, "save_merged")[0]
+    first = used(model, "save_merged", together=True)[0]
     with ExitStack() as opened:
         with agreeing(first.communicator, first.device, "save_merged") as lines:
             if (wrong := not_a_dtype(dtype)) is not None:

@@ -94,7 +94,7 @@ def save_pretrained(
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
-    first = used(model, "save_pretrained")[0]
+    first = used(model, "save_pretrained", together=True)[0]
     with agreeing(first.communicator, first.device, "save_pretrained") as lines:
         if (wrong := not_a_dtype(dtype)) is not None:
             raise wrong

@@ -124,7 +124,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
 
 def check_exact(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     """As `check_optimizer`, for optimizers that hold a part of what the model trains."""
-    states = used(model, "check_optimizer")
+    states = used(model, "check_optimizer", together=True)
     with agreeing(states[0].communicator, states[0].device, "check_optimizer"):
         for optimizer in optimizers:
             _check_maths(states, optimizer, strict=False)

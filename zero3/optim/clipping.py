@@ -126,7 +126,7 @@ def clip_held(
         norm_type: As for `clip_grad_norm_`.
         error_if_nonfinite: As for `clip_grad_norm_`.
     """
-    states, own = used(model, "clip_grad_norm_"), set(map(id, held))
+    states, own = used(model, "clip_grad_norm_", together=True), set(map(id, held))
     parts = parts_of(states)
     # every rank reduces, also one that holds no piece of a parameter
     reduce_deferred(part.grad for part in parts)

@@ -101,7 +101,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
                 for gradient in gradients.values():
                     gradient.div_(gradient.norm().clamp(min=1.0))
     """
-    states = used(model, "full_gradients")
+    states = used(model, "full_gradients", together=True)
     first, caller = states[0], f"full_gradients(writeback={writeback})"
     reduce_deferred(part.grad for part in parts_of(states))
     agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])

@@ -64,7 +64,7 @@ def parameter_norms(
         for name, norm in zero3.parameter_norms(model).items():
             print(name, norm.item())
     """
-    states = used(model, "parameter_norms")
+    states = used(model, "parameter_norms", together=True)
     norm_type, error = _checked(of, norm_type)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
     # every rank reduces, also one that holds no piece of a parameter

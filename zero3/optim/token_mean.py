@@ -66,7 +66,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
             zero3.backward(loss_sum, (labels != -100).sum(), model)
         optimizer.step()
     """
-    states = used(model, "backward")
+    states = used(model, "backward", together=True)
     if any(account.undecided for account in accounts_of(states)):
         raise WrongCall(
             "a second zero3.backward inside one zero3.step_guard: the number of tokens of the "

@@ -158,7 +158,7 @@ class CollectiveReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._states = used(model, "step_guard")
+        self._states = used(model, "step_guard", together=True)
         self.rank = self._states[0].communicator.rank
         if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
             raise ValueError(
