@@ -300,6 +300,7 @@ OF_A_MODEL: dict[str, tuple[Any, ...]] = {
     "clip_grad_norm_": (1.0,),
     "set_forward_order": ([],),
     "joinable": (print,),
+    "check": (None,),
 }
 
 
@@ -311,5 +312,5 @@ def use(name: str, model: Any) -> None:
 
 @pytest.mark.parametrize("name", OF_A_MODEL)
 def test_what_is_no_model_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=r"expected the sharded model, an nn\.Module, found a list: pass the model"):
+    with pytest.raises(TypeError, match=r"expected the model, an nn\.Module, found a list: pass the model"):
         use(name, [nn.Linear(2, 2)])

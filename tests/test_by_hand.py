@@ -185,6 +185,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "another layer": (lambda m, r: zero3.fetch(m.blocks[r]), "ranks differ in fetch"),
     "fetch and release": (lambda m, r: zero3.release(m) if r else zero3.fetch(m), "ranks are not at the same point"),
     "a part of a layer": (lambda m, r: zero3.fetch(m.blocks[0].up), "inside a layer"),
+    "a part of a layer, reduced": (
+        lambda m, r: zero3.reduce_gradients(m.blocks[0].up),
+        "reduce_gradients of a Linear inside a layer, 'blocks.0'",
+    ),
+    "a part of the root's own layer, reset": (lambda m, r: zero3.reset(m.norm), "reset of a LayerNorm inside a layer, the root"),
     "another order": (lambda m, r: zero3.set_forward_order(m, [m.blocks[r]]), "ranks differ in set_forward_order"),
     "nothing that has layers, on one rank": (
         lambda m, r: zero3.set_forward_order(m, 3 if r else [m.head]),

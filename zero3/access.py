@@ -312,7 +312,7 @@ def reset(model: nn.Module) -> None:
 
     Raises:
         RuntimeError: It is called inside a backward, whose gradients would be wrong.
-        ValueError: Nothing in `model` is sharded.
+        ValueError: Nothing in `model` is sharded, or it is a part of a layer.
 
     Example::
 
@@ -323,7 +323,7 @@ def reset(model: nn.Module) -> None:
     """
     layers = layers_of(_module(model))
     if not layers:
-        raise _not_sharded(model)
+        raise inside_a_layer(model, states_of(model), "reset")
     if inside_backward():
         raise RuntimeError(
             f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a backward (in a "
@@ -348,7 +348,8 @@ def states_of(module: nn.Module, *, whole: bool = False) -> list[LayerState]:
     own, lent = _found_in(module)
     if not (own or lent):
         raise _not_sharded(module)
-    for state in lent if whole else ():
+    several = [state for state in own if state.modules > 1]
+    for state in [*lent, *several] if whole else ():
         _refuse_others(module, state)
     check_process([*own, *lent])
     return [*own, *lent]
@@ -370,12 +371,20 @@ def _refuse_other_ranks(states: list[LayerState]) -> None:
             )
 
 
+def inside_a_layer(module: nn.Module, states: list[LayerState], by: str) -> ValueError:
+    """Returns the error of the function `by`, which takes whole layers, where `module` has none."""
+    return ValueError(
+        f"{by} of a {type(module).__name__} inside a layer, {states[0].label}: that is taken as a "
+        "whole, pass it or the model"
+    )
+
+
 def _refuse_others(module: nn.Module, state: LayerState) -> None:
     """An optimizer or a norm of `module` would take parameters along that are in no module of
     it.
     """
     inside = set(plain_modules(module))
-    trained = [each.sites for each in state.parameters if each.chunk.trains]
+    trained = [each.sites for each in state.parameters if each.chunk.shard.requires_grad]
     others = [s.name for s in trained if all(place not in inside for place, _ in s.places)]
     if others:
         raise ValueError(
@@ -448,7 +457,7 @@ def _module(given: object) -> nn.Module:
     # callers may pass parameters, as to torch's own clip_grad_norm_
     if not isinstance(given, nn.Module):
         raise TypeError(
-            f"expected the sharded model, an nn.Module, found a {type(given).__name__}: pass the "
+            f"expected the model, an nn.Module, found a {type(given).__name__}: pass the "
             "model, not its parameters"
         )
     return given

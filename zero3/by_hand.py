@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import nn
 
-from .access import used
+from .access import inside_a_layer, used
 from .comm.agreement import agree, agreeing
 from .core.layer_state import LayerState, Presence
 from .layer import layers_of, runtimes_in
@@ -133,8 +133,8 @@ def reduce_gradients(model: nn.Module) -> None:
         model: Any model that contains zero3 layers.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, or ranks have kept gradients of different layers;
-            on every rank.
+        ValueError: Nothing in `model` is sharded, it is a part of a layer, or ranks have kept
+            gradients of different layers; on every rank.
         RuntimeError: It is called inside `no_sync` or inside a backward; on every rank.
 
     Example::
@@ -148,13 +148,13 @@ def reduce_gradients(model: nn.Module) -> None:
     states = used(model, "reduce_gradients")
     first = states[0]
     inside = next((state for state in states if not state.gradients.may_reduce), None)
-    error = (
-        RuntimeError(
+    error: Exception | None = None
+    if not layers_of(model):
+        error = inside_a_layer(model, states, "reduce_gradients")
+    elif inside is not None:
+        error = RuntimeError(
             f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first"
         )
-        if inside
-        else None
-    )
     runtimes = runtimes_in(model)
     for runtime in runtimes:
         runtime.reset(broken=False) if runtime.backward.raised else runtime.backward.forget_zeroed()
@@ -173,10 +173,7 @@ def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
     )
     error: Exception | None = None
     if not layers_of(module):
-        error = ValueError(
-            f"{caller} of a {type(module).__name__} inside a layer: a layer is fetched and "
-            "released as a whole, pass that"
-        )
+        error = inside_a_layer(module, states, caller)
     elif busy is not None:
         where = "is inside full_params or resident" if busy.pinned else "computes"
         error = RuntimeError(

@@ -20,7 +20,7 @@ from .comm.communicator import is_first
 from .core.layer_state import LayerState
 from .initial_values.layers import Command, Commands, Hand
 from .initial_values.others import Others
-from .modules import named
+from .modules import named, plain_modules
 
 __all__: list[str] = []
 
@@ -52,8 +52,9 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
             `modules()`. peft's LoRA adapters then begin as peft begins them.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, or a parameter is not initialised by anything; on
-            every rank. Then no parameter that was on the meta device has a value.
+        ValueError: Nothing in `model` is sharded, it has a part of a layer, or a parameter is not
+            initialised by anything; on every rank. Then no parameter that was on the meta device
+            has a value.
         TypeError: `init` is no function; on every rank.
         RuntimeError: The model is inside `full_params` or `resident`, or `init` has raised; on
             every rank.
@@ -74,7 +75,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         first.device,
         "materialize",
         [state.name_among_ranks for state in states],
-        _mistake(states, init),
+        _mistake(model, states, init),
     )
     tensors, unseeded = generators(first.device)
     digest = hashlib.sha256(
@@ -104,7 +105,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         _share_generators(first, unseeded)
 
 
-def _mistake(states: Sequence[LayerState], init: Any) -> Exception | None:
+def _mistake(model: nn.Module, states: Sequence[LayerState], init: Any) -> Exception | None:
     if init is not None and not callable(init):
         return TypeError(
             f"init must be a function of a module, or None, found a {type(init).__name__}"
@@ -113,6 +114,19 @@ def _mistake(states: Sequence[LayerState], init: Any) -> Exception | None:
         return RuntimeError(
             f"materialize inside full_params or resident: layer {pinned.label} is whole there. "
             "Call it before or after."
+        )
+    inside = set(plain_modules(model))
+    outside = [
+        each.sites.name
+        for state in states
+        for each in state.parameters
+        if any(place not in inside for place, _ in each.sites.places)
+    ]
+    if outside:
+        return ValueError(
+            f"materialize of a {type(model).__name__}, a part of a sharded model whose layers have "
+            f"{named(outside)} outside of it, and are drawn as a whole. Pass the whole model: "
+            "parameters that have values keep them"
         )
     return None
 

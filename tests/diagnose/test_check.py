@@ -122,7 +122,7 @@ def test_a_difference_is_how_far_apart_values_are() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("how", ["a layer", "a layer inside", "shard"])
+@pytest.mark.parametrize("how", ["a layer", "a layer inside", "shard", "a part of a layer"])
 def test_check_of_a_model_that_is_sharded_already_says_when_to_call_it(how: str, world_size: int) -> None:
     models = [Small() for _ in range(world_size)]
 
@@ -132,6 +132,8 @@ def test_check_of_a_model_that_is_sharded_already_says_when_to_call_it(how: str,
             model = zero3.Zero3Layer(model, process_group=process_group(group))
         elif how == "shard":
             model = zero3.shard(model, process_group=process_group(group))
+        elif how == "a part of a layer":
+            models.append(zero3.Zero3Layer(model, process_group=process_group(group)))  # type: ignore[arg-type]
         else:
             model.layers[1] = zero3.Zero3Layer(model.layers[1], process_group=process_group(group))
         before = len(group.log)

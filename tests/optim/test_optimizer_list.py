@@ -203,6 +203,8 @@ def test_optimizerlist_refuses_what_can_be_no_list() -> None:
     parameter = nn.Parameter(torch.ones(WIDTH))
     held = zero3.OptimizerList(torch.optim.SGD([parameter], lr=0.1, momentum=0.9)).state
     assert parameter not in held and nn.Parameter(torch.ones(1)) not in held and not len(held)
+    with pytest.raises(TypeError, match=r"optimizers one by one, found a list: write OptimizerList\(\*optimizers\)"):
+        zero3.OptimizerList([torch.optim.SGD([parameter])])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs one optimizer at least"):
         zero3.OptimizerList()
     with pytest.raises(ValueError, match="hold the same parameter"):

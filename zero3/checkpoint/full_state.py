@@ -152,8 +152,9 @@ def load_full_state_dict(
     if takers:
         extra = sent_from_rank_0(first.communicator, first.device, extra)
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
+    inside = {id(tensor) for _, tensor in named_tensors(model)}
     for state in _watched(states, "loading layers"):
-        _load_layer(state, values)
+        _load_layer(state, values, inside)
     _load_others(model, states, values)
     set_extra_states(model, extra, first.communicator, first.device, "load_full_state_dict")
 
@@ -181,7 +182,13 @@ def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int
 
 
 @torch.no_grad()
-def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
+def _load_layer(state: LayerState, values: Mapping[int, Tensor], inside: set[int]) -> None:
+    """Parameters without values that are not `inside` go on without: they only share a chunk."""
+    outside = [
+        (each.chunk, each.index)
+        for each in state.parameters
+        if each.index in each.chunk.unloaded and id(each.sites.parameter) not in inside
+    ]
     pin_unloaded(state)
     try:
         for sharded in state.parameters:
@@ -190,6 +197,8 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor]) -> None:
         write_back(state)
     finally:
         state.unpin()
+        for chunk, index in outside:
+            chunk.unloaded.add(index)
 
 
 def _watched(states: list[LayerState], doing: str) -> Iterator[LayerState]:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..access import full_params, get_trainable_chunk, states_of
+from ..access import full_params, get_trainable_chunk, is_sharded, states_of
 from ..casting import cast
 from ..comm.agreement import agree
 from ..comm.streams import random_state_kept
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
-from ..layer import Zero3Layer, layers_of
+from ..layer import Zero3Layer
 from ..optim.gradients import full_gradients
 from ..policy import ShardingPolicy, dtypes_at_the_edges, gradient_dtype
 from ..shard import shard
@@ -140,11 +140,11 @@ def check(
         assert found.first is None
     """
     loss = _default_loss if loss is None else loss
-    if layers := layers_of(model):
+    if is_sharded(model):
         raise ValueError(
             f"check shards a copy of the model, and this {type(model).__name__} is sharded "
-            f"already (layer {layers[0]._state.label}): call zero3.check before zero3.shard, with "
-            "shard's policy=, or wrap= a function that shards. zero3.report and zero3.profile "
+            f"already (layer {states_of(model)[0].label}): call zero3.check before zero3.shard, "
+            "with shard's policy=, or wrap= a function that shards. zero3.report and zero3.profile "
             "take sharded models"
         )
     wrap = wrap or partial(shard, policy=policy, process_group=process_group)

@@ -13,7 +13,7 @@ from ..comm.streams import on_device
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState, ignored_of
 from .gradients_in_files import gradients_in_files, norms_in_files, scale_in_files
-from .norms import gradients_to_measure, ignored_gradients, over_ranks
+from .norms import gradients_to_measure, ignored_gradients, ignored_in, over_ranks
 from .pieces import parts_of
 
 __all__: list[str] = []
@@ -66,7 +66,8 @@ def clip_grad_norm_(
     reduce_deferred(chunk.grad for chunk in chunks)
     in_files = gradients_in_files(states)
     filled = list[Tensor]()
-    ignored = ignored_gradients(states, "clip_grad_norm_")
+    alone = ignored_in(model, states)
+    ignored = ignored_gradients(states, alone, "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
         filled += (
@@ -97,7 +98,6 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "
             "can't be clipped. Set error_if_nonfinite=False to scale by it anyway."
         )
-    alone = [each.parameter for each in ignored_of(states)]
     wide = any(each.dtype == torch.float64 for each in (*chunks, *alone))
     total = total.to(torch.float64 if wide else torch.float32)
     elsewhere = {id(each.part.parameter) for each in in_files}

@@ -16,7 +16,6 @@ from ..core.flat import split, view
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
-from ..names import named_tensors
 from .norms import reaching, slice_of
 from .param_groups import named_parameters
 from .pieces import parts_of, trains
@@ -129,10 +128,8 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
 def _trainable(
     model: nn.Module, states: list[LayerState]
 ) -> Iterator[tuple[str, LayerState, ShardedParameter]]:
-    # a module inside a layer has not all of the layer's parameters
-    inside = {id(tensor) for _, tensor in named_tensors(model)}
     for name, state, sharded in named_parameters(model, states):
-        if trains(sharded.chunk, sharded.sites.name) and id(sharded.sites.parameter) in inside:
+        if trains(sharded.chunk, sharded.sites.name):
             yield name, state, sharded
 
 

@@ -19,8 +19,10 @@ from ..core.account import Account
 from ..core.chunk import Chunk
 from ..core.flat import view
 from ..core.gradient_types import NotReducedError, reduce_deferred
+from ..core.ignored import IgnoredGradient
 from ..core.layer_state import LayerState, ignored_of
 from ..core.parameters import ShardedParameter
+from ..modules import plain_modules
 from ..names import named_tensors
 from .gradients_in_files import Norms
 from .param_groups import named_parameters
@@ -41,7 +43,8 @@ def parameter_norms(
     parameters are gathered for it, one chunk after another, and ranks compare the arguments before.
 
     Args:
-        model: Any model that contains zero3 layers.
+        model: Any model that contains zero3 layers, or any module inside one. Names are those
+            inside this module.
         of: "grad": gradients of trainable parameters, 0 for a parameter without one. "param":
             values of all parameters, also frozen; of quantised ones the values that they stand for.
             For a parameter that `ignored` leaves alone, these are the mean of all ranks' gradients
@@ -83,14 +86,14 @@ def parameter_norms(
     quantized = [state for state in states if any(chunk.read_only for chunk in state.chunks)]
     if quantized:
         agree(communicator, states[0].device, "parameter_norms", [f"of={of!r}"], error)
-    ignored = ignored_gradients(states, "parameter_norms")
+    alone = ignored_in(model, states)
+    ignored = ignored_gradients(states, alone, "parameter_norms")
     if error is None:
         rows = {key: row for row, (_, key) in enumerate(named)}
         if not communicator.replica:  # replicas hold the same values, which count once
             _add_own(values, rows, of, norm_type)
-        alone = {each.parameter: each.parameter.detach() for each in ignored_of(states)}
         whole: Iterable[tuple[ShardedParameter | nn.Parameter, Tensor]] = (
-            chain(alone.items(), *map(_dequantised, quantized))
+            chain(((each, each.detach()) for each in alone), *map(_dequantised, quantized))
             if of == "param"
             else ignored.items()
         )
@@ -155,7 +158,7 @@ def _named(
 ) -> list[tuple[str, ShardedParameter | nn.Parameter]]:
     """Every parameter once, also those that are left alone, in the unwrapped model's order."""
     sharded = [(name, each) for name, _, each in named_parameters(model, states)]
-    alone = {id(each.parameter): each.parameter for each in ignored_of(states)}
+    alone = {id(each.parameter): each.parameter for each in ignored_in(model, states)}
     if not alone:
         return list(sharded)
     of = {id(each.sites.parameter): (name, each) for name, each in sharded}
@@ -168,14 +171,25 @@ def _named(
     return [*found, *of.values()]
 
 
-def ignored_gradients(states: list[LayerState], caller: str) -> dict[nn.Parameter, Tensor]:
-    """The gradients of parameters that are left alone, over all ranks. Every rank calls it, in
+def ignored_in(model: nn.Module, states: list[LayerState]) -> list[IgnoredGradient]:
+    """The parameters in `model` that its layers leave alone. A layer may leave others alone too."""
+    found = {id(each.parameter): each for each in ignored_of(states)}
+    if not found:
+        return []
+    inside = {id(each) for module in plain_modules(model) for each in module._parameters.values()}
+    return [each for key, each in found.items() if key in inside]
+
+
+def ignored_gradients(
+    states: list[LayerState], alone: list[IgnoredGradient], caller: str
+) -> dict[nn.Parameter, Tensor]:
+    """The gradients of parameters that are left `alone`, over all ranks. Every rank calls it, in
     `caller`.
 
     They are the ranks' mean, or sum, as `gradient_reduction` says. What the caller has made equal
     on all ranks is its own mean.
     """
-    found = [each for each in ignored_of(states) if each.parameter.requires_grad]
+    found = [each for each in alone if each.parameter.requires_grad]
     if not found:
         return {}
     own = [each.parameter for each in found]
@@ -239,8 +253,9 @@ def _add_own(
         indices = {slot: index for index, slot in enumerate(chunk.layout.slots)}
         for piece in chunk.pieces:
             flat = slice_of(chunk, piece.place.start, piece.place.stop, of)
-            if flat is not None:
-                values[rows[chunk, indices[piece.slot]]] = _power(flat, norm_type)
+            row = rows.get((chunk, indices[piece.slot]))  # None: outside of the model
+            if flat is not None and row is not None:
+                values[row] = _power(flat, norm_type)
 
 
 def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:

@@ -195,7 +195,9 @@ class _Answers:
 def named_parameters(
     model: nn.Module, states: list[LayerState]
 ) -> list[tuple[str, LayerState, ShardedParameter]]:
-    """Every sharded parameter once, under its first name, in the unwrapped model's order."""
+    """Every sharded parameter in `model` once, under its first name, in the unwrapped model's
+    order. A layer may have others, outside of the model.
+    """
     owners = {
         id(sharded.sites.parameter): (state, sharded)
         for state in states
@@ -205,8 +207,6 @@ def named_parameters(
     for name, tensor in named_tensors(model):
         if id(tensor) in owners:
             found.append((name, *owners.pop(id(tensor))))
-    # in a layer that `model` does not contain
-    found += [(sharded.sites.name, state, sharded) for state, sharded in owners.values()]
     return found
 
 

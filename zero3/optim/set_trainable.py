@@ -23,7 +23,7 @@ Trains = dict[tuple[LayerState, str], bool]  # by layer and slot
 
 
 def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) -> None:
-    """From now on exactly the selected parameters train, and all others are frozen.
+    """From now on exactly the selected parameters of a model train, and its others are frozen.
 
     Every rank calls it, with the same choice, between two steps. A chunk whose parameters all
     change alike keeps its place. One that is to be trained only in part is gathered once and
@@ -36,8 +36,8 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
     it into the new one. Groups of `param_groups` are gone where an optimizer raises: call it again.
 
     Args:
-        model: Any model that contains zero3 layers, between two steps: without gradients, and
-            outside `full_params`.
+        model: Any model that contains zero3 layers, or any module inside one, between two steps:
+            without gradients, and outside `full_params`. Parameters outside of it stay as they are.
         select: Called with the name and the `ParamInfo` of each parameter; returns whether it
             trains. A tied parameter comes once, under its first name. Parameters that the policy
             ignores do not come.
@@ -60,26 +60,29 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-5)
     """
     states = used(model, "set_trainable")
-    first, wanted = states[0], Trains()
+    first, asked = states[0], Trains()
     error: Exception | None = None
     try:
         for state in states:
             bring_to_rest(state, "set_trainable")
-        wanted = _asked(model, states, select)
+        asked = _asked(model, states, select)
     except Exception as caught:  # whatever the callable raises: the other ranks have to hear of it
         error = caught
+    places = [
+        (state, chunk, slot.name)
+        for state in states
+        for chunk in state.chunks
+        for slot in chunk.layout.slots
+    ]
+    # those outside of the model are not asked for
+    wanted = {(state, name): chunk.shard.requires_grad for state, chunk, name in places} | asked
     lines = [
         f"{name} of layer {state.label} trains: {answer}"
         for (state, name), answer in wanted.items()
     ]
     agree(first.communicator, first.device, "set_trainable", lines, error)
-    before = {
-        (state, slot.name): trains(chunk, slot.name)
-        for state in states
-        for chunk in state.chunks
-        for slot in chunk.layout.slots
-    }
-    thawed = any(answer and not before[place] for place, answer in wanted.items())
+    before = {(state, name): trains(chunk, name) for state, chunk, name in places}
+    thawed = any(answer and not before[place] for place, answer in asked.items())
     divided = [family for state in states for family in _families(state, wanted)]
     repartition([(family, _layouts(family)) for family in divided])
     # of all chunks, because ranks may hold parts of different ones

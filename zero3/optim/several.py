@@ -82,6 +82,11 @@ class OptimizerList(torch.optim.Optimizer):
     def __init__(self, *members: torch.optim.Optimizer) -> None:
         if not members:
             raise ValueError("zero3.OptimizerList needs one optimizer at least")
+        if lists := [each for each in members if isinstance(each, Mapping | list | tuple)]:
+            raise TypeError(
+                "zero3.OptimizerList takes optimizers one by one, found a "
+                f"{type(lists[0]).__name__}: write OptimizerList(*optimizers)"
+            )
         self.members: list[torch.optim.Optimizer] = Together(members).members
         # without torch's constructor, which makes groups of its own
         self.__setstate__({"defaults": {}})
