@@ -11,6 +11,7 @@ from torch import nn
 
 from .access import used
 from .comm.agreement import agree, agreeing
+from .core.autograd import inside_backward
 from .core.layer_state import LayerState, Presence
 from .layer import layers_of, runtimes_in
 
@@ -148,13 +149,13 @@ def reduce_gradients(model: nn.Module) -> None:
     states = used(model, "reduce_gradients")
     first = states[0]
     inside = next((state for state in states if not state.gradients.may_reduce), None)
-    error = (
-        RuntimeError(
+    error: Exception | None = None
+    if inside_backward():
+        error = RuntimeError("zero3.reduce_gradients inside a backward (in a hook): call it after")
+    elif inside:
+        error = RuntimeError(
             f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first"
         )
-        if inside
-        else None
-    )
     runtimes = runtimes_in(model)
     for runtime in runtimes:
         runtime.reset(broken=False) if runtime.backward.raised else runtime.backward.forget_zeroed()
