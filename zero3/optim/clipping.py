@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..access import used
+from ..access import used, used_in_step
 from ..comm.streams import on_device
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState, ignored_of
@@ -59,7 +59,7 @@ def clip_grad_norm_(
         norm = zero3.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
-    states = used(model, "clip_grad_norm_", whole=True)
+    states = used_in_step(model, "clip_grad_norm_", whole=True)
     norm_type, error = _checked(norm_type, max_norm)
     chunks = parts_of(states)
     states[0].log.look(wait=False)
