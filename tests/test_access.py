@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.models import WIDTH, WORLDS, calls, linear, mlp, rows, seeded
-from tests.support.ranks import ThreadCommunicator
+from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, assert_at_rest, assert_close, check_parity, full_parameters, in_sequence, nested, on_ranks, sgd
 
 X = rows(3)
@@ -314,3 +315,111 @@ def use(name: str, model: Any) -> None:
 def test_what_is_no_model_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=r"expected the model, an nn\.Module, found a list: pass the model"):
         use(name, [nn.Linear(2, 2)])
+
+
+def layers_of_mlp(group: ThreadCommunicator) -> zero3.Zero3Sequential:
+    return zero3.Zero3Sequential([zero3.Zero3Layer(module, process_group=group) for module in mlp()])
+
+
+CONTEXTS: dict[str, Callable[[nn.Module], Any]] = {
+    "full_params": zero3.full_params,
+    "writeback": lambda model: zero3.full_params(model, writeback=True),
+    "resident": zero3.resident,
+    "of one layer": lambda model: zero3.full_params(model[1]),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@WORLDS
+def test_a_step_inside_is_refused_before_it_changes_anything(world_size: int, context: str) -> None:
+    """On one rank, whose chunks are the parameters, it counts. Steps of others count everywhere."""
+    plain = mlp()
+    x = rows(3)
+    plain(x).pow(2).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    inside = CONTEXTS[context]
+
+    def body(group: ThreadCommunicator) -> str:
+        model, other = layers_of_mlp(group), layers_of_mlp(group)
+        optimizers = [torch.optim.SGD(each.get_trainable_chunk(), lr=0.1) for each in (model, other)]
+        for each in (model, other):
+            each(x).pow(2).mean().backward()
+        text = ""
+        with inside(model):
+            optimizers[1].step()
+            if group.world_size == 1:
+                optimizers[0].step()
+            else:
+                with pytest.raises(RuntimeError, match=r"the SGD would step layer .* inside zero3.full_params or zero3.resident") as caught:
+                    optimizers[0].step()
+                text = str(caught.value)
+        before = zero3.full_state_dict(model, rank0_only=False)
+        assert group.world_size == 1 or all(torch.equal(a, b) for a, b in zip(before.values(), mlp().state_dict().values(), strict=True))
+        if group.world_size > 1:
+            optimizers[0].step()
+        for each in (model, other):
+            for found, wanted in zip(zero3.full_state_dict(each, rank0_only=False).values(), plain.state_dict().values(), strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+        return text
+
+    assert len(set(run_ranks(world_size, body))) == 1
+
+
+def test_what_does_not_train_a_pinned_layer_steps() -> None:
+    """An optimizer holds a frozen layer that stays fetched while the others train."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = layers_of_mlp(group)
+        for chunk in model[0].parameters():
+            chunk.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(rows(3)).pow(2).mean().backward()
+        before = zero3.full_state_dict(model, rank0_only=False)
+        with zero3.resident(model[0]):
+            optimizer.step()
+        after = zero3.full_state_dict(model, rank0_only=False)
+        assert [torch.equal(before[name], after[name]) for name in before] == [True] * 2 + [False] * 4
+
+    run_ranks(2, body)
+
+
+IN_A_HOOK: dict[str, Callable[[nn.Module, str], Any]] = {
+    "full_params": lambda model, _: zero3.full_params(model).__enter__(),
+    "writeback": lambda model, _: zero3.full_params(model, writeback=True).__enter__(),
+    "of one layer": lambda model, _: zero3.full_params(model[0]).__enter__(),
+    "resident": lambda model, _: zero3.resident(model).__enter__(),
+    "full_state_dict": lambda model, _: zero3.full_state_dict(model),
+    "load_full_state_dict": lambda model, _: zero3.load_full_state_dict(model, mlp().state_dict()),
+    "load_checkpoint": lambda model, path: zero3.load_checkpoint(path, model),
+    "load_pretrained": lambda model, path: zero3.load_pretrained(model, path),
+    "materialize": lambda model, _: zero3.materialize(model, lambda module: None),
+    "reduce_gradients": lambda model, _: zero3.reduce_gradients(model),
+}
+
+
+@pytest.mark.parametrize("way", IN_A_HOOK)
+@WORLDS
+def test_what_would_spoil_a_backward_is_refused_by_name_in_its_hooks(world_size: int, way: str, tmp_path: Path) -> None:
+    plain = mlp()
+    plain(rows(3)).pow(2).mean().backward()
+
+    def body(group: ThreadCommunicator) -> str:
+        model, told = layers_of_mlp(group), list[str]()
+        zero3.save_checkpoint(str(tmp_path), model)
+
+        def hook(gradient: Tensor) -> None:
+            with pytest.raises(RuntimeError, match=r"zero3\.\w+.* inside (a forward or )?a backward") as caught:
+                IN_A_HOOK[way](model, str(tmp_path))
+            told.append(str(caught.value))
+            zero3.named_gradients(model)
+
+        y = model[1](model[0](rows(3)))
+        y.register_hook(hook)
+        model[2](y).pow(2).mean().backward()
+        with zero3.full_gradients(model) as gradients:
+            for found, parameter in zip(gradients.values(), plain.parameters(), strict=True):
+                torch.testing.assert_close(found, parameter.grad, rtol=1e-12, atol=1e-14)
+        (text,) = told
+        return text
+
+    assert len(set(run_ranks(world_size, body))) == 1

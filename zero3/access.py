@@ -22,6 +22,7 @@ from .core.layer_state import LayerState, check_process
 from .core.parameters import ShardedParameter
 from .guards.calls import transformable
 from .guards.marks import ignored_by, state_of
+from .guards.optimizer_steps import steps_seen
 from .layer import layers_of, runtimes_in, states_in
 from .modules import named, plain_modules
 from .pinning import Pin, pin, refuse_to_write, write_back
@@ -107,9 +108,10 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
 
     Raises:
         ValueError: Nothing in `module` is sharded.
-        RuntimeError: At the end, if the caller changed `requires_grad` of a parameter (only whole
-            chunks can be frozen), or replaced a parameter by another object. Both are undone. With
-            `writeback`, if a parameter is quantised: it is read-only.
+        RuntimeError: It is called inside a backward, or an optimizer steps these layers inside. At
+            the end, if the caller changed `requires_grad` of a parameter (only whole chunks can be
+            frozen), or replaced a parameter by another object. Both are undone. With `writeback`,
+            if a parameter is quantised: it is read-only.
 
     Example::
 
@@ -135,8 +137,8 @@ def pinned(
     """
     rank = states[0].communicator.rank
     agree_to_gather(states, caller)
-    pins: list[Pin] = []
-    written: list[str] = []
+    pins, written = list[Pin](), list[str]()
+    steps_seen().listen(pins)
     try:
         for state in states:
             undone = to == "compute" and not state.pinned  # an outer context may keep changes
@@ -154,6 +156,7 @@ def pinned(
                 for state in states:
                     write_back(state)
     finally:
+        steps_seen().forget(pins)
         toggled = [name for each in pins for name in each.undo_toggles()] if to != "compute" else []
         replaced = [
             f"{p.sites.name!r} of layer {each.state.label}"
@@ -209,8 +212,9 @@ def resident(model: nn.Module) -> Iterator[None]:
         model: Any model that contains zero3 layers.
 
     Raises:
-        RuntimeError: A backward runs through a forward that was made inside; or, at the end,
-            parameters were changed inside, which is undone.
+        RuntimeError: It is called inside a backward; a backward runs through a forward that was
+            made inside; an optimizer steps the model inside; or, at the end, parameters were
+            changed inside, which is undone.
         ValueError: Nothing in `model` is sharded.
 
     Example::
@@ -283,12 +287,16 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
 
     Raises:
         ValueError, RuntimeError: Ranks call different functions, or want different layers, or one
-            passes an `error`.
+            passes an `error`, or is inside a backward, whose graph would lose its values.
     """
     _tell_of_use(states, caller)
     # pinned layers need no gather, so one rank may call this alone
     if not all(state.pinned for state in states):
         first = states[0]
+        if inside_backward():
+            error = error or RuntimeError(
+                f"zero3.{caller} inside a backward (in a hook): call it after the backward"
+            )
         agree(
             first.communicator,
             first.device,
@@ -413,6 +421,7 @@ def only_a_part(states: list[LayerState], caller: str) -> ValueError | None:
 
 def tell_of_outsiders(model: nn.Module, states: list[LayerState]) -> None:
     """Warns of parameters that train and are in no layer."""
+    steps_seen().warns_first_of(model)
     names = [
         name
         for name, each in model.named_parameters()
@@ -421,8 +430,9 @@ def tell_of_outsiders(model: nn.Module, states: list[LayerState]) -> None:
     if names and is_first(states[0].communicator):
         _log.warning(
             "%s: these parameters train, and are in no layer. zero3 does not average their "
-            "gradients over ranks, nor give them to the optimizer. Wrap the model in a Zero3Layer "
-            "too, or call zero3.shard(model), or freeze them",
+            "gradients over ranks, count them in norms, or give them to the optimizer. Wrap the "
+            "model in a Zero3Layer too, or call zero3.shard(model), or freeze them. What averages "
+            "them otherwise, such as DDP, clips and steps them itself",
             named(names),
         )
 
@@ -446,6 +456,14 @@ def used(
     if whole or together:
         _refuse_other_ranks(states)
     _tell_of_use(states, by)
+    return states
+
+
+def used_in_step(model: nn.Module, by: str, *, whole: bool = False) -> list[LayerState]:
+    """As `used`, for what is called in each step: the first one tells what it leaves out."""
+    states = used(model, by, whole=whole, together=True)
+    if steps_seen().warns_first_of(model):
+        tell_of_outsiders(model, states)
     return states
 
 

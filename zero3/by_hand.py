@@ -11,6 +11,7 @@ from torch import nn
 
 from .access import inside_a_layer, used
 from .comm.agreement import agree, agreeing
+from .core.autograd import inside_backward
 from .core.layer_state import LayerState, Presence
 from .layer import layers_of, runtimes_in
 
@@ -151,6 +152,8 @@ def reduce_gradients(model: nn.Module) -> None:
     error: Exception | None = None
     if not layers_of(model):
         error = inside_a_layer(model, states, "reduce_gradients")
+    elif inside_backward():
+        error = RuntimeError("zero3.reduce_gradients inside a backward (in a hook): call it after")
     elif inside is not None:
         error = RuntimeError(
             f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first"

@@ -324,3 +324,32 @@ def test_materialize_refuses_a_part_of_a_layer_by_the_names_of_the_others() -> N
         return str(caught.value)
 
     assert len(set(run_ranks(2, draw))) == 1
+
+
+def train_beside(model: Mixed) -> None:
+    x = model.embed(torch.arange(3))
+    zero3.backward(model.block(x).pow(2).sum(), 3, model)
+
+
+@pytest.mark.parametrize("way", [
+    train_beside, zero3.parameter_norms, lambda model: zero3.clip_grad_norm_(model, 1.0),
+], ids=["backward", "parameter_norms", "clip_grad_norm_"])  # fmt: skip
+def test_what_is_called_in_each_step_tells_once_of_parameters_in_no_layer(
+    way: Callable[[Mixed], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, "zero3")
+    walks: list[Any] = []
+    walk = nn.Module.named_parameters
+    monkeypatch.setattr(Mixed, "named_parameters", lambda *args, **options: walks.append(args) or walk(*args, **options))
+
+    def steps(group: ThreadCommunicator) -> None:
+        model = Mixed(group)
+        way(model)
+        walks.clear()
+        way(model)
+
+    run_ranks(1, steps)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("embed.weight: these parameters train, and are in no layer.")
+    assert "count them in norms" in told and "such as DDP, clips and steps them itself" in told
+    assert not walks or way is zero3.parameter_norms, "which walks anyway"

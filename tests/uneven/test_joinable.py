@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support import unreached
 from tests.support.live import LiveBytes
+from tests.support.models import mlp, rows
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from tests.support.reference import assert_close
 from tests.support.uneven import PLACES, Failure, Plan, adamw, assert_same, joined_threads, plain, sharded, tell_sharded, words
@@ -73,6 +74,41 @@ def test_joinable_with_deferred_reductions() -> None:
 @pytest.mark.parametrize("by_all", [False, True])
 def test_the_mean_over_tokens(by_all: bool) -> None:
     check(Plan(((2, 2), (1, 3, 2), ()), by_all=by_all, tokens=True))
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("lengths", [(2, 2), (1, 3), (0, 2), (3, 1, 2)], ids=str)
+def test_several_models_that_one_backward_trains(lengths: tuple[int, ...], chained: bool) -> None:
+    """The round of the backward ends with that of the last model: what the other's backward still writes is no change."""
+
+    def two() -> nn.ModuleList:
+        return nn.ModuleList([mlp(2), mlp(3)])
+
+    def loss_of_two(models: Any, rank: int, step: int) -> Tensor:
+        x = rows(2) * (1 + rank + step)
+        y = models[0](x)
+        return y.pow(2).mean() + models[1](y if chained else x).pow(3).mean()
+
+    expected = two()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(max(lengths)):
+        optimizer.zero_grad()
+        ranks = [rank for rank, length in enumerate(lengths) if step < length]
+        (sum(loss_of_two(expected, rank, step) for rank in ranks) / len(ranks)).backward()
+        optimizer.step()
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        models = nn.ModuleList(zero3.Zero3Sequential([zero3.Zero3Layer(m, process_group=group) for m in each]) for each in two())
+        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(models), lr=0.1)
+        with joined_threads(group, models, lambda: (optimizer.step(), optimizer.zero_grad()), by_all=False) as uneven:
+            for step in range(lengths[group.rank]):
+                loss_of_two(models, group.rank, step).backward()
+                uneven.step()
+        return zero3.full_state_dict(models, rank0_only=False)
+
+    for found in run_ranks(len(lengths), body, 20):
+        for (name, value), wanted in zip(found.items(), expected.state_dict().values(), strict=True):
+            torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12, msg=name)
 
 
 # -- with replicas, transactions and step_guard

@@ -35,12 +35,13 @@ _SHOWN, _SHOWN_AT_MOST = 4, 40  # names in a warning
 class Steps:
     """What torch calls before each step of any optimizer in this process.
 
-    While anybody listens, a step passes the conductors of the layers that it is of.
+    While anybody listens, a step passes the conductors of the layers that it is of, and one of
+    layers that stay fetched is refused.
     """
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Optimizer, _Watched] = WeakKeyDictionary()
-        self._warned: WeakSet[object] = WeakSet()  # the backwards of models
+        self._warned: WeakSet[object] = WeakSet()  # models, and their backwards
         self._listeners: list[object] = []
 
     def listen(self, listener: object) -> None:
@@ -49,7 +50,15 @@ class Steps:
     def forget(self, listener: object) -> None:
         self._listeners.remove(listener)
 
+    def warns_first_of(self, model: object) -> bool:
+        """Whether nothing has asked this of the model before."""
+        first = model not in self._warned
+        self._warned.add(model)
+        return first
+
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._listeners:
+            _refuse_pinned(optimizer)
         for layer in _layers_of(optimizer, ignored_by) if self._listeners else ():
             layer.conductor.conduct(Use(layer, "an optimizer's step"))
         steps = self._known.get(optimizer)
@@ -99,6 +108,22 @@ def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[L
     held = [p for group in optimizer.param_groups for p in group["params"]]
     found = (known(p) for p in held for known in (state_of, *others))
     return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
+
+
+def _refuse_pinned(optimizer: Optimizer) -> None:
+    """Chunks would change, and not the parameters that are shown. On one rank these are the
+    chunks.
+    """
+    for held in (p for group in optimizer.param_groups for p in group["params"]):
+        state = state_of(held) if held.requires_grad else None
+        if not isinstance(state, LayerState) or not state.pinned:
+            continue
+        if not all(chunk.resident for chunk in state.chunks):
+            raise RuntimeError(
+                f"the {type(optimizer).__name__} would step layer {state.label} inside "
+                "zero3.full_params or zero3.resident, which keep the old values: leave the context "
+                "before the step"
+            )
 
 
 class _Arguments(dict[str, Any]):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..access import used
+from ..access import used, used_in_step
 from ..comm.streams import on_device
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState, ignored_of
@@ -59,7 +59,7 @@ def clip_grad_norm_(
         norm = zero3.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
-    states = used(model, "clip_grad_norm_", whole=True)
+    states = used_in_step(model, "clip_grad_norm_", whole=True)
     norm_type, error = _checked(norm_type, max_norm)
     chunks = parts_of(states)
     states[0].log.look(wait=False)
@@ -67,6 +67,7 @@ def clip_grad_norm_(
     in_files = gradients_in_files(states)
     filled = list[Tensor]()
     alone = ignored_in(model, states)
+    plain = [each.parameter for each in alone]
     ignored = ignored_gradients(states, alone, "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
@@ -98,11 +99,11 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "
             "can't be clipped. Set error_if_nonfinite=False to scale by it anyway."
         )
-    wide = any(each.dtype == torch.float64 for each in (*chunks, *alone))
+    wide = any(each.dtype == torch.float64 for each in (*chunks, *plain))
     total = total.to(torch.float64 if wide else torch.float32)
     elsewhere = {id(each.part.parameter) for each in in_files}
     torch.nn.utils.clip_grads_with_norm_(
-        [*(chunk for chunk in chunks if id(chunk) not in elsewhere), *alone], max_norm, total
+        [*(chunk for chunk in chunks if id(chunk) not in elsewhere), *plain], max_norm, total
     )
     if in_files:
         scale_in_files(in_files, max_norm, total)

@@ -25,7 +25,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Its optimizers may hold chunks, the parts that `param_groups` makes, and plain parameters. A
     step makes one all-reduce of one number for each optimizer, on every rank, also on ranks that
-    have no parameter in it.
+    have no parameter in it. An optimizer of plain parameters alone makes none: average their
+    gradients before (as DDP does), or each rank decides by its own, and scales come apart.
 
     Args:
         device: The type of the device that computes: "cuda" or "cpu".

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..access import used
+from ..access import used_in_step
 from ..comm.agreement import agree, agree_where_nan
 from ..comm.communicator import is_first
 from ..comm.errors import NamingFailures, Subject
@@ -67,7 +67,7 @@ def parameter_norms(
         for name, norm in zero3.parameter_norms(model).items():
             print(name, norm.item())
     """
-    states = used(model, "parameter_norms", together=True)
+    states = used_in_step(model, "parameter_norms")
     norm_type, error = _checked(of, norm_type)
     communicator, maximum = states[0].communicator, math.isinf(norm_type)
     # every rank reduces, also one that holds no piece of a parameter
@@ -93,7 +93,9 @@ def parameter_norms(
         if not communicator.replica:  # replicas hold the same values, which count once
             _add_own(values, rows, of, norm_type)
         whole: Iterable[tuple[ShardedParameter | nn.Parameter, Tensor]] = (
-            chain(((each, each.detach()) for each in alone), *map(_dequantised, quantized))
+            chain(
+                ((e.parameter, e.parameter.detach()) for e in alone), *map(_dequantised, quantized)
+            )
             if of == "param"
             else ignored.items()
         )

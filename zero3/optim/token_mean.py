@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..access import only_a_part, used
+from ..access import only_a_part, used_in_step
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..conductors.conducted import unconducted
@@ -66,7 +66,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
             zero3.backward(loss_sum, (labels != -100).sum(), model)
         optimizer.step()
     """
-    states = used(model, "backward", together=True)
+    states = used_in_step(model, "backward")
     if any(account.undecided for account in accounts_of(states)):
         raise WrongCall(
             "a second zero3.backward inside one zero3.step_guard: the number of tokens of the "

@@ -85,6 +85,7 @@ class JoinCoordinator:
         # tells whether this rank is still inside the context
         self._inside: Callable[[], object] = lambda: None
         self._scope: Activity | None = None  # the forward or backward that this rank runs
+        self._open: set[LayerState] = set()  # the first layers of the models that are in it
         self._round: Activity | None = None  # the round that this rank has met the others for
         # whether this round's collectives are announced, because some ranks only follow
         self._announces = False
@@ -138,7 +139,7 @@ class JoinCoordinator:
             return False
         if isinstance(what, Round):
             if what.begins:
-                self._enter(what.activity)
+                self._enter(what)
             else:
                 self._leave(what)
         if not what.moves or not self.on or self._follows or self._round is Activity.STEP:
@@ -170,7 +171,8 @@ class JoinCoordinator:
             )
         self._exchange(number)
 
-    def _enter(self, kind: Activity) -> None:
+    def _enter(self, what: Round) -> None:
+        kind = what.activity
         self._check_not_over()
         if not self.on or self._round is Activity.STEP:
             return
@@ -179,9 +181,15 @@ class JoinCoordinator:
             self._give_up(_CAUGHT)
         if self._scope is None:
             self._scope = kind
+            self._open.clear()
+        if self._scope is kind:
+            self._open.add(what.layer)
 
     def _leave(self, what: Round) -> None:
         if self._scope is not what.activity or self._round is Activity.STEP:
+            return
+        self._open.discard(what.layer)
+        if self._open and what.error is None:  # one backward may train several models
             return
         self._scope = None
         if self._round is not None and what.error is None:
