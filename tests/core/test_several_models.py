@@ -279,9 +279,7 @@ ALL_OF_THEM: dict[str, Callable[[nn.Module, Rank], Any]] = {
     "parameter_norms": lambda model, _: zero3.parameter_norms(model),
     "save_checkpoint": lambda model, rank: zero3.save_checkpoint(rank.scratch / "checkpoint", model),
     "save_pretrained": lambda model, rank: zero3.save_pretrained(model, rank.scratch / "pretrained"),
-    "full_state_dict": lambda model, _: zero3.full_state_dict(model),
     "full_gradients": lambda model, _: zero3.full_gradients(model).__enter__(),
-    "get_trainable_chunk": lambda model, _: zero3.get_trainable_chunk(model),
     "param_groups": lambda model, _: zero3.param_groups(model, lambda name, info: {"whole": info.ndim > 1}),
     "step_guard": lambda model, _: zero3.step_guard(model).__enter__(),
 }
