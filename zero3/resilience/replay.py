@@ -33,7 +33,7 @@ from ..core.collectives import (
     Look,
     Round,
 )
-from ..core.gradient_types import CallersMistake, WrongCall
+from ..core.gradient_types import WrongCall
 from ..core.layer_state import LayerState, accounts_of
 from ..layer import runtimes_in
 from ..towers.entering import refuse_towers
@@ -256,7 +256,8 @@ class CollectiveReplay:
         rank -> failure.
 
         Raises:
-            CallersMistake: a rank has done what does not belong into the guard; on every rank.
+            RuntimeError, ValueError: a rank has done what does not belong into the guard; on every
+                rank.
         """
         mistake = mistake or self._mistake()
         trouble = Trouble(failure) if failure else None
@@ -286,7 +287,7 @@ class CollectiveReplay:
             self._learn()
         for rank, each in enumerate(told):
             if each is not None and each.mistake:
-                kind = WrongCall if each.mistake == "ValueError" else CallersMistake
+                kind = ValueError if each.mistake == "ValueError" else RuntimeError
                 raise kind(f"rank {rank}: {each.what}")
         self.close(keep=not errors)  # here ranks without data do it too
         return errors
