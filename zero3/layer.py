@@ -57,12 +57,6 @@ _SHARED = (
 )  # fmt: skip
 
 
-# a container's methods: Python asks the class alone for them
-_HELD = (
-    "__bool__", "__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__delitem__",
-)  # fmt: skip
-
-
 # a layer's own, written once. A block may have attributes of these names: later writes are the
 # block's
 _ONCE = ("_state", "_listed")
@@ -99,10 +93,6 @@ class StandIn(_Posing, nn.Module):
         """Wraps `module`. Returns what `parameters()` lists beside the module's own parameters:
         empty, for the caller to fill.
         """
-        kind: type = type(self)
-        has = tuple(name for name in _HELD if hasattr(type(module), name))
-        # its `__class__` is the module's
-        vars(object)["__class__"].__set__(self, _with_items(kind, has))
         own, listed = vars(self), dict[str, nn.Parameter | None]()
         own |= {name: vars(module)[name] for name in _SHARED}
         own["_parameters"] = ChainMap(module._parameters, listed)
@@ -166,22 +156,6 @@ class StandIn(_Posing, nn.Module):
         return f"{type(self).__name__}(\n  {self.extra_repr()}\n  (module): {module}\n)"
 
 
-def _with_items(kind: type, has: tuple[str, ...]) -> type:
-    """Returns `kind` with the methods `has`, which are those of the instance's module: a layer of a
-    Sequential has a length. Layers that have the same share a class.
-    """
-
-    def passing(name: str) -> Callable[..., Any]:
-        return lambda self, *args: getattr(self.module, name)(*args)
-
-    if not has:
-        return kind
-    known: list[type] = kind.__subclasses__()
-    made = (each for each in known if vars(each).get("_passes") == has)
-    own = {"__module__": kind.__module__, "_passes": has} | {name: passing(name) for name in has}
-    return next(made, None) or type(kind.__name__, (kind,), own)
-
-
 class Zero3Layer(StandIn):
     """Shards one module over the ranks of a process group (ZeRO stage 3).
 
@@ -193,8 +167,9 @@ class Zero3Layer(StandIn):
     A single layer works as a model. In a model it stands for the module that it wraps, which is its
     attribute `module`: `isinstance` answers for both classes, and submodules, buffers and mode are
     the module's. Attributes that the layer lacks are read from the module; in a model they are
-    written to it as well. `state_dict`, `deepcopy`, pickle and conversions such as `.half()` would
-    see only one rank's slice, so they raise RuntimeError, which names the function to use instead.
+    written to it as well. Length and items are the module's alone (`layer.module[0]`).
+    `state_dict`, `deepcopy`, pickle and conversions such as `.half()` would see only one rank's
+    slice, so they raise RuntimeError, which names the function to use instead.
 
     Args:
         module: Any module that is not sharded itself. A `Zero3Layer` inside it keeps its own

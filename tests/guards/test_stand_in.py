@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sized
-from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -183,86 +181,3 @@ def test_a_block_may_have_attributes_of_a_layers_names() -> None:
     assert loss_of(model, Turn(0, 0, 1)).item() == pytest.approx(loss_of(plain, Turn(0, 0, 1)).item(), rel=1e-12)
     unsharded = torch.compile(built(Streaming), backend="eager", fullgraph=True)
     assert unsharded(torch.zeros(1, WIDTH, dtype=torch.float64)).shape == (1, WIDTH)
-
-
-class Named(nn.ModuleDict):
-    """A dict of modules that is called."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for inner in self.values():
-            x = inner(x)
-        return x
-
-
-class Answers(Block):
-    def __bool__(self) -> bool:
-        return False
-
-
-def with_length() -> dict[str, Callable[[], nn.Module]]:
-    return {
-        "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
-        "dict": lambda: Named({"up": nn.Linear(WIDTH, WIDTH), "down": nn.Tanh()}),
-        "empty": nn.Sequential,
-        "bool": Answers,
-        "none of it": Block,
-    }
-
-
-ITEMS: dict[str, Callable[[Any], Any]] = {
-    "len": len, "bool": bool, "list": list, "reversed": lambda block: list(reversed(block)), "first": lambda block: block[0],
-    "last": lambda block: block[-1], "by name": lambda block: block["up"], "missing": lambda block: block["no such"],
-    "slice": lambda block: (type(block[:2]), list(block[:2])), "in": lambda block: "up" in block,
-    "has": lambda block: [hasattr(block, name) for name in ("__len__", "__iter__", "__getitem__", "__contains__")],
-    "is": lambda block: [isinstance(block, kind) for kind in (Sized, Iterable, Container, nn.Sequential, nn.Module)],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("use", ITEMS)
-@pytest.mark.parametrize("kind", with_length())
-def test_a_layer_has_the_length_and_the_items_of_its_module_or_none(kind: str, use: str) -> None:
-    def answer(block: Any) -> Any:
-        try:
-            return ITEMS[use](block)
-        except (TypeError, KeyError, IndexError) as error:
-            return type(error)
-
-    plain: Any = Stack(with_length()[kind](), Block())
-    expected = answer(plain.blocks[0])  # of the same inner modules
-    zero3.shard(plain, lambda name, _: name.startswith("blocks.") and name.count(".") == 1)
-    assert type(plain.blocks[0]).__mro__.index(zero3.Zero3Layer) <= 1 and repr(plain.blocks[0]).startswith("Zero3Layer(")
-    assert answer(plain.blocks[0]) == expected
-
-
-def test_layers_of_containers_share_a_class() -> None:
-    """torch.compile would compile what calls them for each class."""
-    layers: list[Any] = [zero3.Zero3Layer(nn.Sequential(nn.Linear(2, 2))) for _ in range(3)]
-    assert len({type(layer) for layer in layers}) == 1 and type(zero3.Zero3Layer(nn.Linear(2, 2))) is zero3.Zero3Layer
-
-
-def test_a_layer_of_a_sequential_is_changed_as_the_module_and_refuses_new_parameters() -> None:
-    plain = nn.Linear(2, 2)
-    layer: Any = zero3.Zero3Layer(nn.Sequential(deepcopy(plain), nn.Tanh(), nn.ReLU()))
-    layer.append(nn.GELU())
-    layer[1] = nn.Identity()
-    del layer[2]
-    assert [type(inner) for inner in layer] == [type(inner) for inner in layer.module] == [nn.Linear, nn.Identity, nn.GELU]
-    x = torch.ones(1, 2)
-    assert torch.equal(layer(x), nn.functional.gelu(plain(x)))
-    for add in (layer.append, lambda module: layer.__setitem__(1, module)):
-        with pytest.raises(RuntimeError, match="belongs to a sharded model, and was to get parameters"):
-            add(nn.Linear(2, 2))
-
-
-class Unrolled(Stack):
-    def through_blocks(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            for inner in block:
-                x = inner(x)
-        return x
-
-
-def test_calling_a_layers_items_in_place_of_the_layer_says_that_they_are_released() -> None:
-    model = zero3.shard(built(lambda: Unrolled(nn.Sequential(nn.Linear(WIDTH, WIDTH)))), nn.Sequential)
-    with pytest.raises(RuntimeError, match=r"'0\.weight' of layer 'blocks\.0' \(Sequential\) is released"):
-        loss_of(model, Turn(0, 0, 1))
