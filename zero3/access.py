@@ -421,7 +421,7 @@ def only_a_part(states: list[LayerState], caller: str) -> ValueError | None:
 
 def tell_of_outsiders(model: nn.Module, states: list[LayerState]) -> None:
     """Warns of parameters that train and are in no layer."""
-    steps_seen().warns_first_of(model)
+    steps_seen().warns_first_of(states[0])
     names = [
         name
         for name, each in model.named_parameters()
@@ -462,7 +462,7 @@ def used(
 def used_in_step(model: nn.Module, by: str, *, whole: bool = False) -> list[LayerState]:
     """As `used`, for what is called in each step: the first one tells what it leaves out."""
     states = used(model, by, whole=whole, together=True)
-    if steps_seen().warns_first_of(model):
+    if steps_seen().warns_first_of(states[0]):  # callers may put a model into a new list each time
         tell_of_outsiders(model, states)
     return states
 

@@ -353,3 +353,13 @@ def test_what_is_called_in_each_step_tells_once_of_parameters_in_no_layer(
     assert told.startswith("embed.weight: these parameters train, and are in no layer.")
     assert "count them in norms" in told and "such as DDP, clips and steps them itself" in told
     assert not walks or way is zero3.parameter_norms, "which walks anyway"
+
+
+def test_a_model_in_a_new_list_at_each_step_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def steps(group: ThreadCommunicator) -> None:
+        model = Mixed(group)
+        for _ in range(3):
+            zero3.clip_grad_norm_(nn.ModuleList([model]), 1.0)
+
+    run_ranks(1, steps)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["0.embed.weight"]

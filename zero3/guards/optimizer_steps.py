@@ -41,7 +41,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Optimizer, _Watched] = WeakKeyDictionary()
-        self._warned: WeakSet[object] = WeakSet()  # models, and their backwards
+        self._warned: WeakSet[object] = WeakSet()  # models' first layers, and their backwards
         self._listeners: list[object] = []
 
     def listen(self, listener: object) -> None:
@@ -50,10 +50,10 @@ class Steps:
     def forget(self, listener: object) -> None:
         self._listeners.remove(listener)
 
-    def warns_first_of(self, model: object) -> bool:
-        """Whether nothing has asked this of the model before."""
-        first = model not in self._warned
-        self._warned.add(model)
+    def warns_first_of(self, layer: object) -> bool:
+        """Whether nothing has asked this before of the model whose first layer it is."""
+        first = layer not in self._warned
+        self._warned.add(layer)
         return first
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
