@@ -108,10 +108,10 @@ def full_params(module: nn.Module, *, writeback: bool = False) -> Iterator[None]
 
     Raises:
         ValueError: Nothing in `module` is sharded.
-        RuntimeError: It is called inside a backward, or an optimizer steps these layers inside. At
-            the end, if the caller changed `requires_grad` of a parameter (only whole chunks can be
-            frozen), or replaced a parameter by another object. Both are undone. With `writeback`,
-            if a parameter is quantised: it is read-only.
+        RuntimeError: An optimizer steps these layers inside. At the end, if the caller changed
+            `requires_grad` of a parameter (only whole chunks can be frozen), or replaced a
+            parameter by another object. Both are undone. With `writeback`, if a parameter is
+            quantised: it is read-only.
 
     Example::
 
@@ -212,9 +212,8 @@ def resident(model: nn.Module) -> Iterator[None]:
         model: Any model that contains zero3 layers.
 
     Raises:
-        RuntimeError: It is called inside a backward; a backward runs through a forward that was
-            made inside; an optimizer steps the model inside; or, at the end, parameters were
-            changed inside, which is undone.
+        RuntimeError: A backward runs through a forward that was made inside; an optimizer steps the
+            model inside; or, at the end, parameters were changed inside, which is undone.
         ValueError: Nothing in `model` is sharded.
 
     Example::
@@ -287,16 +286,12 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
 
     Raises:
         ValueError, RuntimeError: Ranks call different functions, or want different layers, or one
-            passes an `error`, or is inside a backward, whose graph would lose its values.
+            passes an `error`.
     """
     _tell_of_use(states, caller)
     # pinned layers need no gather, so one rank may call this alone
     if not all(state.pinned for state in states):
         first = states[0]
-        if inside_backward():
-            error = error or RuntimeError(
-                f"zero3.{caller} inside a backward (in a hook): call it after the backward"
-            )
         agree(
             first.communicator,
             first.device,
@@ -403,25 +398,30 @@ def _refuse_others(module: nn.Module, state: LayerState) -> None:
         )
 
 
-def only_a_part(states: list[LayerState], caller: str) -> ValueError | None:
-    """The mistake if a model that has computed trains other layers too: `caller` has to do the same
-    to the gradients of all.
-    """
+def left_out(states: list[LayerState]) -> list[LayerState]:
+    """Layers that train, of the same models, as far as these have computed."""
     backwards = dict.fromkeys(state.gradients.backward() for state in states)
     inside = set(states)
-    for backward in backwards:
-        for other in () if backward is None else backward.layers:
-            if other not in inside and other.trainable():
-                return ValueError(
-                    f"{caller} got only a part of the model: layer {other.label} trains too. Pass "
-                    "the whole one"
-                )
-    return None
+    return [
+        other
+        for backward in backwards
+        if backward is not None
+        for other in backward.layers
+        if other not in inside and other.trainable()
+    ]
+
+
+def only_a_part(caller: str, other: LayerState) -> str:
+    """The mistake where `caller` has to do the same to the gradients of all layers."""
+    return (
+        f"{caller} got only a part of the model: layer {other.label} trains too. Pass the whole one"
+    )
 
 
 def tell_of_outsiders(model: nn.Module, states: list[LayerState]) -> None:
-    """Warns of parameters that train and are in no layer."""
-    steps_seen().warns_first_of(states[0])
+    """Warns of parameters that train and are in no layer, once a model."""
+    if not steps_seen().warns_first_of(states[0]):
+        return
     names = [
         name
         for name, each in model.named_parameters()
@@ -460,10 +460,9 @@ def used(
 
 
 def used_in_step(model: nn.Module, by: str, *, whole: bool = False) -> list[LayerState]:
-    """As `used`, for what is called in each step: the first one tells what it leaves out."""
+    """As `used`, for what is called in each step. It tells what it leaves out."""
     states = used(model, by, whole=whole, together=True)
-    if steps_seen().warns_first_of(states[0]):  # callers may put a model into a new list each time
-        tell_of_outsiders(model, states)
+    tell_of_outsiders(model, states)
     return states
 
 
@@ -475,7 +474,7 @@ def _module(given: object) -> nn.Module:
     # callers may pass parameters, as to torch's own clip_grad_norm_
     if not isinstance(given, nn.Module):
         raise TypeError(
-            f"expected the model, an nn.Module, found a {type(given).__name__}: pass the "
+            f"expected the sharded model, an nn.Module, found a {type(given).__name__}: pass the "
             "model, not its parameters"
         )
     return given

@@ -52,7 +52,7 @@ class Door:
         self._keepers = []
 
 
-def used_between(model: nn.Module, by: str, *, together: bool = False) -> list[LayerState]:
+def used_between(model: nn.Module, by: str) -> list[LayerState]:
     """As `used`, for a function that is called between forwards and backwards.
 
     Raises:
@@ -61,4 +61,4 @@ def used_between(model: nn.Module, by: str, *, together: bool = False) -> list[L
     states_of(model)
     if inside_backward() or any(runtime.in_forward for runtime in runtimes_in(model)):
         raise RuntimeError(f"zero3.{by} inside a forward or a backward: call it between them")
-    return used(model, by, together=together)
+    return used(model, by)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .access import used
 from .checkpoint.meta_buffers import hooks_of, initialise, twin
 from .checkpoint.random_state import generators, restore
 from .comm.agreement import agree
 from .comm.communicator import is_first
 from .core.layer_state import LayerState
-from .door import used_between
 from .initial_values.layers import Command, Commands, Hand
 from .initial_values.others import Others
 from .modules import named, plain_modules
@@ -56,8 +56,8 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
             initialised by anything; on every rank. Then no parameter that was on the meta device
             has a value.
         TypeError: `init` is no function; on every rank.
-        RuntimeError: It is called inside a forward or a backward, the model is inside
-            `full_params` or `resident`, or `init` has raised; on every rank.
+        RuntimeError: The model is inside `full_params` or `resident`, or `init` has raised; on
+            every rank.
 
     Example::
 
@@ -67,7 +67,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         torch.manual_seed(0)
         zero3.materialize(new)
     """
-    states = used_between(model, "materialize")
+    states = used(model, "materialize")
     first = states[0]
     told = Commands(states)
     agree(

@@ -17,9 +17,8 @@ from tests.support.models import WORLDS
 from tests.support.reference import Turn, by_shard, check_parity
 from tests.support.stacks import Stack, loss_of, stack, train_and_look, words_of
 
-REPLACED = (
-    r"layer .* finds a (Parameter|Tensor|NoneType) in the place of parameter .*expected the object that was wrapped.*writeback.*resident"
-)
+REPLACED = r"layer .*was replaced after wrapping, found a (Tensor|NoneType), expected the object that was wrapped.*writeback.*resident"
+STRANGER = r"belongs to a sharded model, and was to get parameters that are not"
 
 
 def _values(*names: str) -> dict[str, Tensor]:
@@ -72,11 +71,11 @@ REFUSED: dict[str, Way] = {
     "nothing": partial(_assigned, lambda _: None),
 }
 OTHERWISE: dict[str, tuple[Way, str]] = {
-    "an assignment without a call": (_assigned_for_no_call, ""),
+    "an assignment without a call": (_assigned_for_no_call, STRANGER),
     "register_parametrization": (_registered, "does not have a parameter"),
     "swap_tensors": (_swapped, "Cannot swap"),
 }
-WAYS = {name: (way, REPLACED) for name, way in REFUSED.items()} | OTHERWISE
+WAYS = {name: (way, STRANGER if "parameter" in name else REPLACED) for name, way in REFUSED.items()} | OTHERWISE
 
 
 def _tried(way: Way, text: str, model: Stack, turn: Turn) -> None:
@@ -106,9 +105,8 @@ def test_training_goes_on_after_parameters_were_replaced_and_put_back(world_size
     check_parity(stack, program, world_size=world_size, shard=by_shard)
 
 
-@pytest.mark.parametrize("value", [nn.Parameter(torch.ones(8, 5)), torch.ones(8, 5)])
-def test_what_stays_replaced_is_refused_again_and_again(value: Tensor) -> None:
-    model = zero3.shard(stack())
+def test_what_stays_replaced_is_refused_again_and_again() -> None:
+    model, value = zero3.shard(stack()), torch.ones(8, 5)
     up = model.blocks[1].up
     old = up.weight
     del up.weight
@@ -119,6 +117,16 @@ def test_what_stays_replaced_is_refused_again_and_again(value: Tensor) -> None:
         assert up.weight is value
         zero3.reset(model)
     up.weight = old
+    loss_of(model, Turn(0, 0, 1)).backward()
+
+
+def test_a_parameter_that_is_refused_in_the_place_of_another_changes_nothing() -> None:
+    model = zero3.shard(stack())
+    names = [name for name, _ in model.named_parameters()]
+    for module in (model.head, model.norm, model.blocks[0].up):
+        with pytest.raises(RuntimeError, match=STRANGER):
+            module.weight = nn.Parameter(torch.ones(module.weight.shape))
+    assert [name for name, _ in model.named_parameters()] == names
     loss_of(model, Turn(0, 0, 1)).backward()
 
 

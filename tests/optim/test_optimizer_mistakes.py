@@ -104,7 +104,7 @@ MADE_WRONGLY: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a list that holds no optimizer": (
         over_chunks, lambda m, o: zero3.check_optimizer(m, [o, 3]), TypeError, r"rank 0: expected a torch\.optim\.Optimizer, .*found int"
     ),
-    "clipping chunks": (over_chunks, clip, TypeError, r"expected the model, an nn\.Module, found a list: pass the model"),
+    "clipping chunks": (over_chunks, clip, TypeError, r"expected the sharded model, an nn\.Module, found a list: pass the model"),
     "clipping by torch": (over_chunks, clip_by_torch, RuntimeError, r"use zero3\.clip_grad_norm_\(model, max_norm\)"),
     "options instead of a function": (
         over_chunks, lambda m, o: zero3.param_groups(m, {"lr": 1}), TypeError, r"options must be a function .*found a dict"

@@ -254,6 +254,11 @@ def test_a_guard_around_a_part_of_the_model_is_refused(begun: bool) -> None:
             loss_of(model, group.rank, 0).backward()
         with pytest.raises(ValueError, match=PART), zero3.step_guard(model[1]):
             loss_of(model, group.rank, 1).backward()
+        model.zero_grad()
+        loss_of(model, group.rank, 0).backward()
+        with zero3.step_guard(model[1]) as guard:  # what the loss does not reach need not be in it
+            loss_of(model[1], group.rank, 0).backward()
+        assert not guard.failed
         for chunk in [*model[0].get_trainable_chunk(), *model[2].get_trainable_chunk()]:
             chunk.requires_grad_(False)  # what does not train need not be in it
         model.zero_grad()

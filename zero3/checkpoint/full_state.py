@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import agree_to_gather, sharded_in, states_of
+from ..access import agree_to_gather, sharded_in, states_of, used
 from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
 from ..comm.plain_values import kind_of, unreadable
 from ..core.layer_state import LayerState
-from ..door import used_between
 from ..modules import own_name
 from ..names import named_entries, named_tensors
 from ..optim.state_memory import land_steps
@@ -132,14 +131,13 @@ def load_full_state_dict(
             no values. One error names all of these. Every rank raises it, before anything changes.
         TypeError: `state_dict` is no mapping, a value is no tensor, or extra state could only be
             pickled. Again every rank raises it.
-        RuntimeError: It is called inside a forward or a backward.
 
     Example::
 
         weights = torch.load(f"{directory}/weights.pt", weights_only=True) if rank == 0 else None
         zero3.load_full_state_dict(model, weights)
     """
-    states = used_between(model, "load_full_state_dict")
+    states = used(model, "load_full_state_dict")
     first = states[0]
     given: dict[str, Any] = {}
     with agreeing(first.communicator, first.device, "load_full_state_dict") as lines:

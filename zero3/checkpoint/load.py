@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of
+from ..access import states_of, used
 from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
-from ..door import used_between
 from ..modules import named
 from ..optim.several import Optimizers, Together
 from . import manifest, random_state
@@ -75,8 +74,8 @@ def load_checkpoint(
             would not keep (of another class, or with other options); or ranks differ in
             `weights`. Every rank raises it, before anything has changed.
         TypeError: `path` is no path, or `optimizer` no optimizer. Every rank raises it.
-        RuntimeError: The call is inside a forward, a backward, `full_params` or `resident`; or a
-            read failed, and the parameters that it should have filled count as unloaded.
+        RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the
+            parameters that it should have filled count as unloaded.
 
     Example::
 
@@ -85,7 +84,7 @@ def load_checkpoint(
             extra = zero3.load_checkpoint(latest, model, optimizer)
             schedule.load_state_dict(extra["schedule"])
     """
-    used_between(model, "load_checkpoint", together=True)[0].saves.finish()
+    used(model, "load_checkpoint", together=True)[0].saves.finish()
     return _Loader(path, model, optimizer, weights).load()
 
 

@@ -146,7 +146,7 @@ class CallersMistake(RuntimeError):
     """An error that `step_guard` does not catch: every rank raises it."""
 
 
-class WrongCall(CallersMistake, ValueError):
+class WrongCallError(CallersMistake, ValueError):
     """A call that can't be made there."""
 
 

@@ -314,13 +314,16 @@ class LayerState:
         self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
 
     def _check_put_back(self, sites: ParameterSites, module: nn.Module, attribute: str) -> None:
-        """A place has not the hidden parameter. If it was put back, its module lists it."""
-        if module._parameters.get(attribute) is not sites.parameter:
-            found = type(getattr(module, attribute, None)).__name__
+        """A place has not the hidden parameter. If it was put back, its module lists it; if another
+        one was refused, nothing is there.
+        """
+        found = module._parameters.get(attribute, module.__dict__.get(attribute, sites.parameter))
+        if found is not sites.parameter:
             raise RuntimeError(
-                f"rank {self.communicator.rank}: layer {self.label} finds a {found} in the place "
-                f"of parameter {sites.name!r}, expected the object that was wrapped, which stays "
-                "one for life. Put it back, and give it other values inside `with "
+                f"rank {self.communicator.rank}: layer {self.label}: parameter {sites.name!r} was "
+                f"replaced after wrapping, found a {type(found).__name__}, expected the object "
+                "that was wrapped, which stays one for life. Put it back, and give it other values "
+                "inside `with "
                 "zero3.full_params(module, writeback=True):`. torch.func.functional_call, which "
                 "replaces parameters for a call, works inside `with zero3.resident(model):`."
             )

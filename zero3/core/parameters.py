@@ -55,12 +55,6 @@ def remember_order(parameters: Iterable[ParameterSites]) -> None:
         module.__dict__.setdefault(_ORDER, tuple(module._parameters))
 
 
-def known_in(module: nn.Module, name: str) -> bool:
-    """Whether the module has a parameter of that name, or had one before wrapping."""
-    known = name in vars(module).get(_ORDER, ()) or name in module._parameters
-    return known and module._parameters.get(name, name) is not None
-
-
 def shown_out_of_order(parameters: Sequence[ShardedParameter]) -> list[nn.Module]:
     """The modules that may list their parameters in another order than before wrapping, when these
     are shown one after another: chunk by chunk, beside some that are ignored or another layer's.

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..core.parameters import known_in, parameters_of, released_in
+from ..core.parameters import parameters_of, released_in
 from ..modules import WRAPPED, dotted, named, own_modules, plain_modules
 from .compiled import compile_in_parts, ends_graphs, leave_untraced
 from .wrappers import refuse_wrappers
@@ -303,10 +303,11 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
 
 
 def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-    # A new object under a known name is an error too, which is raised when the layer's parameters
-    # are shown. It may be there for one call, and the old one has left its place already.
-    stranger = new is not None and not _is_sharded(new)
-    if stranger and GUARDED in vars(module) and not known_in(module, name):
+    if GUARDED not in vars(module) or new is None or _is_sharded(new):
+        return
+    # A new object under the name of one that is shown is an error too, when the layer's are shown
+    # next. That of one that is hidden has left its place already: then it gets that back.
+    if name not in {known for known, held in parameters_of(module) if held is not None}:
         _check_strangers(module, [name])
 
 

@@ -115,7 +115,7 @@ def _refuse_pinned(optimizer: Optimizer) -> None:
     chunks.
     """
     for held in (p for group in optimizer.param_groups for p in group["params"]):
-        state = state_of(held) if held.requires_grad else None
+        state = state_of(held) if held.requires_grad and held.grad is not None else None
         if not isinstance(state, LayerState) or not state.pinned:
             continue
         if not all(chunk.resident for chunk in state.chunks):

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 import torch
 from torch import Tensor, nn
 
-from ..access import sharded_in, states_of
+from ..access import sharded_in, states_of, used
 from ..checkpoint.contents import check_released
 from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.file_operations import directory_of
@@ -22,7 +22,6 @@ from ..comm.communicator import is_first
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
-from ..door import used_between
 from ..faces.quantised import weight_of
 from .adapters import FILE, fit_adapter, places_of_adapters
 from .index_maps import IndexMap
@@ -66,8 +65,8 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
             names all of these); or a tied parameter is stored twice with different values. Every
             rank raises it, before anything has changed.
         TypeError: `path` is no path.
-        RuntimeError: The call is inside a forward, a backward, `full_params` or `resident`; or a
-            read failed, and the parameters that it should have filled count as unloaded.
+        RuntimeError: The call is inside `full_params` or `resident`; or a read failed, and the
+            parameters that it should have filled count as unloaded.
 
     Example::
 
@@ -77,7 +76,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
-    states = used_between(model, "load_pretrained")
+    states = used(model, "load_pretrained")
     first = states[0]
     with ExitStack() as opened:
         with agreeing(

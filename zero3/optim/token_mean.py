@@ -12,11 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..access import only_a_part, used_in_step
+from ..access import left_out, only_a_part, used_in_step
 from ..comm.agreement import agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..conductors.conducted import unconducted
-from ..core.gradient_types import TOKENS, DeferredGradient, WrongCall
+from ..core.gradient_types import TOKENS, DeferredGradient, WrongCallError
 from ..core.layer_state import LayerState, accounts_of, ignored_of
 
 __all__: list[str] = []
@@ -68,7 +68,7 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
     """
     states = used_in_step(model, "backward")
     if any(account.undecided for account in accounts_of(states)):
-        raise WrongCall(
+        raise WrongCallError(
             "a second zero3.backward inside one zero3.step_guard: the number of tokens of the "
             "first one counts only when the guard ends. Give each micro-batch a guard of its own."
         )
@@ -108,7 +108,10 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
             "nothing trains but parameters that the policy's `ignored` leaves alone: no chunk's "
             "gradient counts their tokens"
         )
-    return _not_a_count(num_tokens) or only_a_part(states, "zero3.backward") or _unlike(states)
+    if (wrong := _not_a_count(num_tokens) or _unlike(states)) is not None:
+        return wrong
+    others = left_out(states)
+    return ValueError(only_a_part("zero3.backward", others[0])) if others else None
 
 
 def _not_a_count(tokens: Any) -> Exception | None:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..access import only_a_part, reset, used
+from ..access import left_out, only_a_part, reset, used
 from ..comm.agreement import tell_all
 from ..conductors.conducted import Other, unconducted
 from ..core.collectives import (
@@ -33,7 +33,7 @@ from ..core.collectives import (
     Look,
     Round,
 )
-from ..core.gradient_types import WrongCall
+from ..core.gradient_types import WrongCallError
 from ..core.layer_state import LayerState, accounts_of
 from ..layer import runtimes_in
 from ..towers.entering import refuse_towers
@@ -167,9 +167,10 @@ class CollectiveReplay:
             )
         refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
         if any(state.gradients.holds for state in self._states):
-            raise WrongCall("zero3.step_guard inside another one: give each micro-batch one guard")
-        if part := only_a_part(self._states, "zero3.step_guard"):
-            raise WrongCall(str(part))
+            raise WrongCallError(
+                "zero3.step_guard inside another one: give each micro-batch one guard"
+            )
+        self._outside = _gradients(left_out(self._states))
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
         self._held: list[tuple[LayerState, Recording]] = []
@@ -294,10 +295,11 @@ class CollectiveReplay:
 
     def _mistake(self) -> RuntimeError | None:
         """What this rank has done inside the guard that the other ranks may not have done, or what
-        only its end can tell.
+        the guard could not have taken back.
         """
-        if part := only_a_part(self._states, "zero3.step_guard"):  # the first forward was inside
-            return WrongCall(str(part))
+        for (state, number), gradient in _gradients(left_out(self._states)).items():
+            if gradient != self._outside.get((state, number), (0, 0)):
+                return WrongCallError(only_a_part("zero3.step_guard", state))
         if self._versions != self._chunk_versions():
             return RuntimeError(
                 "an optimizer stepped inside zero3.step_guard, or something else wrote into "
@@ -354,6 +356,17 @@ def knows_transfers(model: nn.Module, states: Sequence[LayerState]) -> bool:
     kind = _kind_of(states)
     scripts = [runtime.replays[kind] for runtime in runtimes_in(model) if kind in runtime.replays]
     return any(script.known for script in scripts) or states[0].communicator.world_size == 1
+
+
+def _gradients(states: list[LayerState]) -> dict[tuple[LayerState, int], tuple[int, int]]:
+    """What tells whether the gradients of these layers' chunks were written since."""
+    return {
+        (state, number): (0, 0) if grad is None else (id(grad), grad._version)
+        for state in states
+        for number, grad in enumerate(
+            part.parameter.grad for chunk in state.chunks for part in chunk.parts
+        )
+    }
 
 
 def tell_end(first: LayerState, trouble: Trouble | None) -> list[Trouble | None]:

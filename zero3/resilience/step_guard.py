@@ -69,9 +69,10 @@ def step_guard(
         RuntimeError: An optimizer stepped inside, gradients were read, zeroed or replaced there, a
             penalty over chunks was differentiated, or `no_sync` began inside: on every rank, and
             gradients are what they were. Or a transfer failed.
-        ValueError: Nothing in `model` is sharded, or it is only a part of a model, or its policy
-            has a `stage` other than 3, or `dynamic=True`. Or the guard is inside another one, or
-            `zero3.backward` came a second time in it: on every rank, likewise.
+        ValueError: Nothing in `model` is sharded, or its policy has a `stage` other than 3, or
+            `dynamic=True`. Or the loss trains other layers of the same model, too, or the guard is
+            inside another one, or `zero3.backward` came a second time in it: on every rank,
+            likewise.
 
     Example::
 
