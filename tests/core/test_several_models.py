@@ -29,7 +29,9 @@ def plain() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
 
 
-FIRST, SECOND = plain(), plain()
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(0)  # processes that import this have the same values
+    FIRST, SECOND = plain(), plain()
 
 
 def sharded(model: nn.Module, group: Any, **policy: Any) -> nn.Module:
