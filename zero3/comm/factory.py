@@ -226,6 +226,8 @@ def divide_alike(one: Communicator, other: Communicator) -> bool:
 
 def _division(communicator: Communicator) -> tuple[int, int, list[int]]:
     members: list[int] = []  # of the job's ranks
+    if isinstance(communicator, BlocksCommunicator):  # their slices in another order
+        return _division(communicator.inner)
     if isinstance(communicator, MeshCommunicator):
         members = list(communicator.members)
     elif isinstance(communicator, GroupCommunicator):
