@@ -442,26 +442,31 @@ def sharded_in(states: Iterable[LayerState]) -> dict[int, ShardedParameter]:
     return {id(each.sites.parameter): each for state in states for each in state.parameters}
 
 
-def used(
-    module: nn.Module, by: str, *, whole: bool = False, together: bool = False
-) -> list[LayerState]:
+def used(module: nn.Module, by: str) -> list[LayerState]:
     """As `states_of`, for the function `by`, which uses values, or moves any. Conductors hear
-    of it first: one may finish what was begun, or refuse. `together`: it takes all layers to be
-    cut over the same ranks, as it does if they have to be `whole`.
+    of it first: one may finish what was begun, or refuse.
+    """
+    states = states_of(module)
+    _tell_of_use(states, by)
+    return states
+
+
+def used_together(module: nn.Module, by: str, *, whole: bool = False) -> list[LayerState]:
+    """As `used`, where `by` takes all layers to be cut over the same ranks. `whole`: as for
+    `states_of`.
 
     Raises:
         ValueError: As `states_of`; or they are cut over different ranks.
     """
     states = states_of(module, whole=whole)
-    if whole or together:
-        _refuse_other_ranks(states)
+    _refuse_other_ranks(states)
     _tell_of_use(states, by)
     return states
 
 
 def used_in_step(model: nn.Module, by: str, *, whole: bool = False) -> list[LayerState]:
     """As `used`, for what is called in each step. It tells what it leaves out."""
-    states = used(model, by, whole=whole, together=True)
+    states = used_together(model, by, whole=whole)
     tell_of_outsiders(model, states)
     return states
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import used
+from ..access import used_together
 from ..comm.agreement import agreeing, exchange_texts
 from ..comm.plain_values import decode_scalars, dtype_named
 from ..optim.check_optimizer import warn_if_inexact
@@ -189,7 +189,7 @@ def _looked_at(
 
     Warns if an optimizer is not exact.
     """
-    first = used(model, caller, together=True)[0]
+    first = used_together(model, caller)[0]
     with agreeing(first.communicator, first.device, caller) as lines:
         lines.append(f"the model of {first.name_among_ranks}")
         contents, together = Contents(model, caller), Together(optimizer)

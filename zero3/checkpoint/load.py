@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of, used
+from ..access import states_of, used_together
 from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
 from ..modules import named
@@ -84,7 +84,7 @@ def load_checkpoint(
             extra = zero3.load_checkpoint(latest, model, optimizer)
             schedule.load_state_dict(extra["schedule"])
     """
-    used(model, "load_checkpoint", together=True)[0].saves.finish()
+    used_together(model, "load_checkpoint")[0].saves.finish()
     return _Loader(path, model, optimizer, weights).load()
 
 

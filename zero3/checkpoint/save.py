@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import used
+from ..access import used_together
 from ..comm.agreement import agree, agreeing, exchange_texts
 from ..comm.plain_values import integer
 from ..core.layer_state import LayerState
@@ -169,7 +169,7 @@ class _Asked:
 
 def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _Prepared:
     """Finds all mistakes before a file is made. Every rank raises them."""
-    first = used(model, "save_checkpoint", together=True)[0]
+    first = used_together(model, "save_checkpoint")[0]
     # if ranks have made different transfers, a checkpoint of them must not replace a good one
     first.log.look()
     first.saves.finish()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of, used
+from ..access import states_of, used_together
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.full_state import not_a_dtype
@@ -79,7 +79,7 @@ def save_merged(
 
         zero3.save_merged(model, f"{directory}/merged", dtype=torch.bfloat16)
     """
-    first = used(model, "save_merged", together=True)[0]
+    first = used_together(model, "save_merged")[0]
     with ExitStack() as opened:
         with agreeing(first.communicator, first.device, "save_merged") as lines:
             if (wrong := not_a_dtype(dtype)) is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import states_of, used
+from ..access import states_of, used_together
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
@@ -94,7 +94,7 @@ def save_pretrained(
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
-    first = used(model, "save_pretrained", together=True)[0]
+    first = used_together(model, "save_pretrained")[0]
     with agreeing(first.communicator, first.device, "save_pretrained") as lines:
         if (wrong := not_a_dtype(dtype)) is not None:
             raise wrong

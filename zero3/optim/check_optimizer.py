@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..access import sharded_in, tell_of_outsiders, used
+from ..access import sharded_in, tell_of_outsiders, used_together
 from ..comm.agreement import agreeing
 from ..comm.plain_values import encode_scalar
 from ..core.chunk import Chunk, Part
@@ -109,7 +109,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
         zero3.check_optimizer(model, optimizer)
     """
-    states = used(model, "check_optimizer", whole=True)
+    states = used_together(model, "check_optimizer", whole=True)
     tell_of_outsiders(model, states)
     first = states[0]
     with agreeing(first.communicator, first.device, "check_optimizer") as lines:
@@ -124,7 +124,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
 
 def check_exact(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     """As `check_optimizer`, for optimizers that hold a part of what the model trains."""
-    states = used(model, "check_optimizer", together=True)
+    states = used_together(model, "check_optimizer")
     with agreeing(states[0].communicator, states[0].device, "check_optimizer"):
         for optimizer in optimizers:
             _check_maths(states, optimizer, strict=False)

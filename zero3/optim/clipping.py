@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..access import used, used_in_step
+from ..access import used_in_step, used_together
 from ..comm.streams import on_device
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState, ignored_of
@@ -67,7 +67,6 @@ def clip_grad_norm_(
     in_files = gradients_in_files(states)
     filled = list[Tensor]()
     alone = ignored_in(model, states)
-    plain = [each.parameter for each in alone]
     ignored = ignored_gradients(states, alone, "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
@@ -99,11 +98,11 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "
             "can't be clipped. Set error_if_nonfinite=False to scale by it anyway."
         )
-    wide = any(each.dtype == torch.float64 for each in (*chunks, *plain))
+    wide = any(each.dtype == torch.float64 for each in (*chunks, *ignored))
     total = total.to(torch.float64 if wide else torch.float32)
     elsewhere = {id(each.part.parameter) for each in in_files}
     torch.nn.utils.clip_grads_with_norm_(
-        [*(chunk for chunk in chunks if id(chunk) not in elsewhere), *plain], max_norm, total
+        [*(chunk for chunk in chunks if id(chunk) not in elsewhere), *ignored], max_norm, total
     )
     if in_files:
         scale_in_files(in_files, max_norm, total)
@@ -127,7 +126,7 @@ def clip_held(
         norm_type: As for `clip_grad_norm_`.
         error_if_nonfinite: As for `clip_grad_norm_`.
     """
-    states, own = used(model, "clip_grad_norm_", together=True), set(map(id, held))
+    states, own = used_together(model, "clip_grad_norm_"), set(map(id, held))
     parts = parts_of(states)
     # every rank reduces, also one that holds no piece of a parameter
     reduce_deferred(part.grad for part in parts)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..access import used
+from ..access import used, used_together
 from ..comm.agreement import agree, all_go_on
 from ..comm.communicator import Communicator, is_first
 from ..core.chunk import Chunk
@@ -100,7 +100,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
                 for gradient in gradients.values():
                     gradient.div_(gradient.norm().clamp(min=1.0))
     """
-    states = used(model, "full_gradients", together=True)
+    states = used_together(model, "full_gradients")
     first, caller = states[0], f"full_gradients(writeback={writeback})"
     reduce_deferred(part.grad for part in parts_of(states))
     agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..access import used
+from ..access import used_together
 from ..comm.agreement import agreeing
 from ..comm.plain_values import integer
 from ..core.layer_state import LayerState, Presence
@@ -78,7 +78,7 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
         groups = zero3.param_groups(model, options)
         optimizer = torch.optim.AdamW(groups, lr=3e-4)
     """
-    states = used(model, "param_groups", whole=True)
+    states = used_together(model, "param_groups", whole=True)
     first = states[0]
     with agreeing(first.communicator, first.device, "param_groups") as lines:
         _check(states)

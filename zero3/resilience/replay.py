@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..access import left_out, only_a_part, reset, used
+from ..access import left_out, only_a_part, reset, used_together
 from ..comm.agreement import tell_all
 from ..conductors.conducted import Other, unconducted
 from ..core.collectives import (
@@ -158,7 +158,7 @@ class CollectiveReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._states = used(model, "step_guard", together=True)
+        self._states = used_together(model, "step_guard")
         self.rank = self._states[0].communicator.rank
         if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
             raise ValueError(
