@@ -297,9 +297,10 @@ class CollectiveReplay:
         """What this rank has done inside the guard that the other ranks may not have done, or what
         the guard could not have taken back.
         """
-        for (state, number), gradient in _gradients(left_out(self._states)).items():
-            if gradient != self._outside.get((state, number), (0, 0)):
-                return WrongCallError(only_a_part("zero3.step_guard", state))
+        for place, (gradient, version) in _gradients(left_out(self._states)).items():
+            before, old = self._outside.get(place, (None, 0))
+            if gradient is not before or version != old:
+                return WrongCallError(only_a_part("zero3.step_guard", place[0]))
         if self._versions != self._chunk_versions():
             return RuntimeError(
                 "an optimizer stepped inside zero3.step_guard, or something else wrote into "
@@ -358,10 +359,10 @@ def knows_transfers(model: nn.Module, states: Sequence[LayerState]) -> bool:
     return any(script.known for script in scripts) or states[0].communicator.world_size == 1
 
 
-def _gradients(states: list[LayerState]) -> dict[tuple[LayerState, int], tuple[int, int]]:
-    """What tells whether the gradients of these layers' chunks were written since."""
+def _gradients(states: list[LayerState]) -> dict[tuple[LayerState, int], tuple[Any, int]]:
+    """The gradients of these layers' chunks, and their versions."""
     return {
-        (state, number): (0, 0) if grad is None else (id(grad), grad._version)
+        (state, number): (grad, 0 if grad is None else grad._version)
         for state in states
         for number, grad in enumerate(
             part.parameter.grad for chunk in state.chunks for part in chunk.parts
