@@ -166,7 +166,7 @@ def pinned(
         ]
         for each in pins:
             each.state.unpin()
-            each.state.look_at_toggles()
+            each.state.parameters.look_at_toggles()
     if toggled:
         raise RuntimeError(
             f"rank {rank}: requires_grad was changed inside {caller}, of {', '.join(toggled)}. A "

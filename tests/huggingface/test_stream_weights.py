@@ -74,12 +74,12 @@ def test_stream_weights_with_merge_adapters_is_what_peft_merges(quantize: Any, k
         model = zero3.shard(models[group.rank], process_group=process_group(group), policy=policy)
         LLAMA.loss(model, Turn(0, 0, 1))  # what stays is there now
         before = [chunk.detach().clone() for chunk in model.parameters()]
-        versions = [state.versions for state in states_of(model)]
+        versions = [state.parameters.versions for state in states_of(model)]
         found = taken(zero3.stream_weights(model, merge_adapters=True))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert same_bits([chunk.detach() for chunk in model.parameters()], before)
-        assert versions == [state.versions for state in states_of(model)]
+        assert versions == [state.parameters.versions for state in states_of(model)]
         noted = [(module.merged_adapters, vars(module).get("_caches")) for module in model.modules() if hasattr(module, "merged_adapters")]
         assert noted and not any(merged or caches for merged, caches in noted)
         LLAMA.loss(model, Turn(0, 0, 1))

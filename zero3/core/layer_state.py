@@ -16,23 +16,15 @@ from ..comm.errors import NamingFailures, Subject
 from ..comm.log import Entry, TransferLog
 from ..comm.streams import Lanes
 from .account import Account
-from .autograd import as_plain_tensors, can_show, inside_backward, profiler_label, renew_versions
+from .autograd import inside_backward, profiler_label, renew_versions
 from .chunk import Chunk, registered
 from .collectives import Conductor, Fetch, Gather, Wraps, without
-from .flat import not_a_number
 from .full_buffer import Lifetime
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
 from .layer_gradients import LayerGradients
-from .parameters import (
-    ShardedParameter,
-    remember_order,
-    restore_order,
-    show_all,
-    shown_out_of_order,
-)
-from .released import ReleasedParameter
-from .sites import ParameterSites, become
+from .parameters import LayerParameters
+from .sites import ParameterSites
 from .ticket import Ticket
 
 __all__: list[str] = []
@@ -112,15 +104,12 @@ class LayerState:
         self.behaviour, self.policy = behaviour, policy
         self.call = behaviour.call
         self.chunks: list[Chunk] = []
-        self.parameters: list[ShardedParameter] = []
-        self._out_of_order: list[nn.Module] = []
+        self.parameters = LayerParameters(self.subject, communicator)
         self.gradients = new_gradients(self.subject)
         self.conductor = behaviour.conductor
         self.presence = Presence.RELEASED
         self.lifetime = behaviour.lifetime  # of all chunks; one chunk may ask for more
         self.modules = modules  # how many it is of
-        # whether a parameter's `requires_grad` may differ from its chunk's: see `guards/calls.py`
-        self.toggled = False
         # the root's own layer, if it owns parameters inside this layer
         self.lent_to: LayerState | None = None
         self.resident = 0  # the number of `resident` contexts that the layer is in
@@ -137,8 +126,6 @@ class LayerState:
         # while pinned: whether parameters are shown in the chunks' dtype and not in the compute
         # dtype
         self.as_stored = False
-        # the parameters' versions while the layer was fetched; graphs save these
-        self.versions: list[int] = []
         self.write_into(TransferLog(history_of(communicator), self.identity))
         self.rename(label)
 
@@ -148,18 +135,10 @@ class LayerState:
         """
         self.chunks.append(chunk)
         self.gradients.add_chunk(chunk)
-        blank = not_a_number(chunk.compute_dtype, chunk.device)
-        remember_order(parameters)
-        for index, sites in enumerate(parameters):
-            stand_in = sites.face.stand_in(sites, blank)
-            if not can_show(old := sites.parameter, stand_in):
-                sites.replace(nn.Parameter(stand_in, old.requires_grad))
-                become(old, ReleasedParameter)  # whoever kept it, such as an optimizer, is told
-            self.parameters.append(ShardedParameter(sites, chunk, index, stand_in))
-            self.gradients.hook(self.parameters[-1])
-        self._out_of_order = shown_out_of_order(self.parameters)
-        self._hide()
-        self._invalidate_saved()
+        for sharded in self.parameters.add(chunk, parameters):
+            self.gradients.hook(sharded)
+        self.parameters.hide()
+        self.parameters.invalidate_saved()
 
     @property
     def label(self) -> str:
@@ -283,19 +262,15 @@ class LayerState:
             with self.wait_span:
                 for chunk in self.chunks:
                     chunk.finish_fetch()
-            # before anything changes: the caller may put the parameter back
-            for sharded in self.parameters:
-                for module, attribute in sharded.sites.places:
-                    if module.__dict__.get(attribute) is not sharded.sites.parameter:
-                        self._check_put_back(sharded.sites, module, attribute)
+            self.parameters.check_places()
             # set first: after an interrupt in between, release must hide every parameter
             self.presence = Presence.FETCHED
             for chunk in self.chunks:
                 if chunk.trains != chunk.shard.requires_grad:
-                    self._follow_requires_grad(chunk)
-            show_all(self.parameters, self.versions)
-            for module in self._out_of_order:
-                restore_order(module)
+                    chunk.follow_requires_grad()
+                    for sharded in self.parameters.follow_requires_grad(chunk):
+                        self.gradients.hook(sharded)
+            self.parameters.show()
         for chunk in self.chunks:
             # [S2] older graphs hold old values: with a new version, torch's own check raises for
             # them
@@ -304,40 +279,8 @@ class LayerState:
                     isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts
                 ):
                     raise stepped_already(self.label)
-                renew_versions(
-                    [
-                        sharded.sites.parameter
-                        for sharded in self.parameters
-                        if sharded.chunk is chunk
-                    ]
-                )
-        self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
-
-    def _check_put_back(self, sites: ParameterSites, module: nn.Module, attribute: str) -> None:
-        """A place has not the hidden parameter. If it was put back, its module lists it; if another
-        one was refused, nothing is there.
-        """
-        found = module._parameters.get(attribute, module.__dict__.get(attribute, sites.parameter))
-        if found is not sites.parameter:
-            raise RuntimeError(
-                f"rank {self.communicator.rank}: layer {self.label}: parameter {sites.name!r} was "
-                f"replaced after wrapping, found a {type(found).__name__}, expected the object "
-                "that was wrapped, which stays one for life. Put it back, and give it other values "
-                "inside `with "
-                "zero3.full_params(module, writeback=True):`. torch.func.functional_call, which "
-                "replaces parameters for a call, works inside `with zero3.resident(model):`."
-            )
-
-    def _follow_requires_grad(self, chunk: Chunk) -> None:
-        """Gives the chunk's parameters the chunk's `requires_grad`, after the caller has changed
-        that.
-        """
-        chunk.follow_requires_grad()
-        for sharded in self.parameters:
-            if sharded.chunk is chunk:
-                with as_plain_tensors():
-                    sharded.sites.parameter.requires_grad_(chunk.trains)
-                self.gradients.hook(sharded)
+                renew_versions([each.sites.parameter for each in self.parameters.of(chunk)])
+        self.parameters.note_versions()
 
     def keep(self) -> None:
         """Hides the parameters as `release` does, but keeps the full buffer, so that a backward
@@ -347,9 +290,9 @@ class LayerState:
         if any(chunk.full.left for chunk in self.chunks):
             self.release(Lifetime.PASS)
         elif self.presence is Presence.FETCHED and not self.pins:
-            self._hide()
+            self.parameters.hide()
             self.presence = Presence.KEPT
-            self._invalidate_saved()
+            self.parameters.invalidate_saved()
 
     def communicate_by(self, communicator: Communicator) -> None:
         """From now on the layer, and its gradients (for a loss scaler's inf), use this one."""
@@ -386,13 +329,13 @@ class LayerState:
             return
         with self.release_span:
             if self.presence is Presence.FETCHED:
-                self._hide()
+                self.parameters.hide()
             for chunk in self.chunks:
                 stays = chunk.full.filled and max(self.lifetime, chunk.lifetime) > over
                 if not stays or chunk.full.left:
                     chunk.release()
             self.presence = Presence.RELEASED
-            self._invalidate_saved()
+            self.parameters.invalidate_saved()
 
     def let_escape(self, tensors: Iterable[Tensor]) -> None:
         """Keeps the memory of those `tensors` that are views of parameters. A parameter itself is
@@ -405,44 +348,9 @@ class LayerState:
                     chunk.full.let_escape(tensor)
 
     def check_unwritten(self) -> None:
-        """Raises if a parameter was changed in place since it was shown, because a release would
-        lose the change.
-        """
-        if self.presence is not Presence.FETCHED:
-            return
-        for sharded, version in zip(self.parameters, self.versions, strict=True):
-            if (
-                sharded.sites.parameter._version != version
-                and not self.pins
-                and not sharded.chunk.resident
-            ):
-                sharded.chunk.full.forget()
-                raise RuntimeError(
-                    f"rank {self.communicator.rank}: while layer {self.label} computed, parameter "
-                    f"{sharded.sites.name!r} was changed in place, which the ranks' chunks can't "
-                    "follow. Change it between steps, inside `with zero3.full_params(module, "
-                    "writeback=True):`, or make it a buffer."
-                )
-
-    def _hide(self) -> None:
-        versions = list[int]()
-        for sharded in self.parameters:
-            sites, full = sharded.sites, sharded.chunk.full
-            versions.append(sites.parameter._version)
-            sites.hide(full.views[sharded.index] if full.shows_released else sharded.stand_in)
-        self.versions = versions
-
-    def _invalidate_saved(self) -> None:
-        """Gives hidden parameters a new version, so that torch raises its own error if a backward
-        would read one.
-        """
-        renew_versions(
-            [
-                sharded.sites.parameter
-                for sharded in self.parameters
-                if sharded.chunk.tracks_versions
-            ]
-        )
+        """Raises if a parameter was changed in place since it was shown."""
+        if self.presence is Presence.FETCHED and not self.pins:
+            self.parameters.check_unwritten()
 
     def settle(self) -> None:
         """The host waits until no device reads the layer's chunks where they rest."""
@@ -464,8 +372,8 @@ class LayerState:
         if broken:
             if self.lifetime >= Lifetime.STEPS:
                 self.release()
-            for sharded in self.parameters if self.presence is Presence.RELEASED else ():
-                sharded.sites.hide_put_back()
+            if self.presence is Presence.RELEASED:
+                self.parameters.hide_put_back()
 
     # -- outside of forward and backward
 
@@ -521,20 +429,6 @@ class LayerState:
             self.resident -= 1
             self.call = before
 
-    def look_at_toggles(self) -> None:
-        """A parameter's `requires_grad` may differ from its chunk's: the next forward looks."""
-        self.toggled = True
-
-    def toggled_parameters(self) -> list[ShardedParameter]:
-        """The parameters whose `requires_grad` differs from their chunk's."""
-        found = [
-            sharded
-            for sharded in self.parameters
-            if sharded.sites.parameter.requires_grad != sharded.chunk.trains
-        ]
-        self.toggled = bool(found)
-        return found
-
     def borrow_from(self, root: LayerState) -> None:
         """The root's own layer owns parameters inside this one."""
         self.lent_to = root
@@ -558,22 +452,9 @@ class LayerState:
         """Puts the parameters of a released layer into other chunks. A backward through older
         graphs is an error.
         """
-        places = {
-            slot.name: (chunk, index)
-            for chunk in chunks
-            for index, slot in enumerate(chunk.layout.slots)
-        }
-        moved = [
-            ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in)
-            for sharded in self.parameters
-        ]
         self.unlist_chunks()
-        self.parameters = sorted(
-            moved, key=lambda sharded: (chunks.index(sharded.chunk), sharded.index)
-        )
-        self._out_of_order = shown_out_of_order(self.parameters)
+        self.parameters.move_into(chunks)
         self.chunks = chunks
-        self.versions = [sharded.sites.parameter._version for sharded in self.parameters]
         self.gradients.replace_chunks(chunks, self.parameters)
         self.list_chunks()
 
@@ -608,7 +489,7 @@ def may_get_gradients(state: LayerState) -> bool:
 def _trains(state: LayerState) -> bool:
     if not any(chunk.shard.requires_grad for chunk in state.chunks):
         return False
-    return not state.toggled or any(
+    return not state.parameters.toggled or any(
         sharded.sites.parameter.requires_grad for sharded in state.parameters
     )
 

@@ -4,15 +4,18 @@ it is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .autograd import restore_versions
+from ..comm.communicator import Communicator
+from ..comm.errors import Subject
+from .autograd import as_plain_tensors, can_show, renew_versions, restore_versions
 from .chunk import Chunk
+from .flat import not_a_number
 from .released import ReleasedParameter
-from .sites import ParameterSites
+from .sites import ParameterSites, become
 
 __all__: list[str] = []
 
@@ -35,18 +38,153 @@ class ShardedParameter:
         return self.chunk.views[self.index]
 
 
-def show_all(sharded: Iterable[ShardedParameter], versions: Iterable[int]) -> None:
-    """[fetch 5] Shows each parameter, and sets its version: graphs that saved the parameter at this
-    version stay valid.
-    """
-    saved, saved_at = [], []
-    for each, version in zip(sharded, versions, strict=True):
-        sites, chunk = each.sites, each.chunk
-        sites.show(chunk.full.views[each.index])
-        if chunk.tracks_versions:
-            saved.append(sites.parameter)
-            saved_at.append(version)
-    restore_versions(tuple(saved), tuple(saved_at))
+class LayerParameters:
+    """The parameters of one layer, in the order of its chunks and of their slots."""
+
+    def __init__(self, subject: Subject, communicator: Communicator) -> None:
+        """`subject`: the layer, for errors."""
+        self._subject, self._communicator = subject, communicator
+        self._all: list[ShardedParameter] = []
+        self._out_of_order: list[nn.Module] = []
+        # their versions while the layer was fetched; graphs save these
+        self.versions: list[int] = []
+        # whether a `requires_grad` may differ from the chunk's: see `guards/calls.py`
+        self.toggled = False
+
+    def __iter__(self) -> Iterator[ShardedParameter]:
+        return iter(self._all)
+
+    def of(self, chunk: Chunk) -> list[ShardedParameter]:
+        return [sharded for sharded in self._all if sharded.chunk is chunk]
+
+    def add(self, chunk: Chunk, parameters: list[ParameterSites]) -> list[ShardedParameter]:
+        """Adds those of a chunk, in the order of its slots. `hide` comes next."""
+        blank = not_a_number(chunk.compute_dtype, chunk.device)
+        remember_order(parameters)
+        added = list[ShardedParameter]()
+        for index, sites in enumerate(parameters):
+            stand_in = sites.face.stand_in(sites, blank)
+            if not can_show(old := sites.parameter, stand_in):
+                sites.replace(nn.Parameter(stand_in, old.requires_grad))
+                become(old, ReleasedParameter)  # whoever kept it, such as an optimizer, is told
+            added.append(ShardedParameter(sites, chunk, index, stand_in))
+        self._take([*self._all, *added])
+        return added
+
+    def move_into(self, chunks: Sequence[Chunk]) -> None:
+        """From now on these chunks have them."""
+        places = {
+            slot.name: (chunk, index)
+            for chunk in chunks
+            for index, slot in enumerate(chunk.layout.slots)
+        }
+        moved = [
+            ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in)
+            for sharded in self._all
+        ]
+        self._take(sorted(moved, key=lambda each: (chunks.index(each.chunk), each.index)))
+        self.note_versions()
+
+    def _take(self, parameters: list[ShardedParameter]) -> None:
+        self._all, self._out_of_order = parameters, shown_out_of_order(parameters)
+
+    # -- shown and hidden
+
+    def show(self) -> None:
+        """[fetch 5] Shows each parameter, and sets its version: graphs that saved the parameter at
+        this version stay valid.
+        """
+        saved, saved_at = [], []
+        for sharded, version in zip(self._all, self.versions, strict=True):
+            sites, chunk = sharded.sites, sharded.chunk
+            sites.show(chunk.full.views[sharded.index])
+            if chunk.tracks_versions:
+                saved.append(sites.parameter)
+                saved_at.append(version)
+        restore_versions(tuple(saved), tuple(saved_at))
+        for module in self._out_of_order:
+            restore_order(module)
+
+    def hide(self) -> None:
+        versions = list[int]()
+        for sharded in self._all:
+            sites, full = sharded.sites, sharded.chunk.full
+            versions.append(sites.parameter._version)
+            sites.hide(full.views[sharded.index] if full.shows_released else sharded.stand_in)
+        self.versions = versions
+
+    def hide_put_back(self) -> None:
+        for sharded in self._all:
+            sharded.sites.hide_put_back()
+
+    def note_versions(self) -> None:
+        self.versions = [sharded.sites.parameter._version for sharded in self._all]
+
+    def invalidate_saved(self) -> None:
+        """Gives hidden parameters a new version, so that torch raises its own error if a backward
+        would read one.
+        """
+        renew_versions([each.sites.parameter for each in self._all if each.chunk.tracks_versions])
+
+    # -- what a caller may have done to them
+
+    def check_places(self) -> None:
+        """Raises if a place has not the hidden parameter, before anything changes: the caller may
+        put it back.
+        """
+        for sharded in self._all:
+            for module, attribute in sharded.sites.places:
+                if module.__dict__.get(attribute) is not sharded.sites.parameter:
+                    self._check_put_back(sharded.sites, module, attribute)
+
+    def _check_put_back(self, sites: ParameterSites, module: nn.Module, attribute: str) -> None:
+        """If it was put back, its module lists it; if another one was refused, nothing is there."""
+        found = module._parameters.get(attribute, module.__dict__.get(attribute, sites.parameter))
+        if found is not sites.parameter:
+            raise RuntimeError(
+                f"rank {self._communicator.rank}: layer {self._subject.label}: parameter "
+                f"{sites.name!r} was replaced after wrapping, found a {type(found).__name__}, "
+                "expected the object that was wrapped, which stays one for life. Put it back, and "
+                "give it other values inside `with zero3.full_params(module, writeback=True):`. "
+                "torch.func.functional_call, which replaces parameters for a call, works inside "
+                "`with zero3.resident(model):`."
+            )
+
+    def check_unwritten(self) -> None:
+        """Raises if one was changed in place since it was shown, because a release would lose the
+        change.
+        """
+        for sharded, version in zip(self._all, self.versions, strict=True):
+            if sharded.sites.parameter._version != version and not sharded.chunk.resident:
+                sharded.chunk.full.forget()
+                raise RuntimeError(
+                    f"rank {self._communicator.rank}: while layer {self._subject.label} computed, "
+                    f"parameter {sharded.sites.name!r} was changed in place, which the ranks' "
+                    "chunks can't follow. Change it between steps, inside `with "
+                    "zero3.full_params(module, writeback=True):`, or make it a buffer."
+                )
+
+    def follow_requires_grad(self, chunk: Chunk) -> list[ShardedParameter]:
+        """Gives those of the chunk its `requires_grad`, after the caller has changed that."""
+        followed = self.of(chunk)
+        for sharded in followed:
+            with as_plain_tensors():
+                sharded.sites.parameter.requires_grad_(chunk.trains)
+        return followed
+
+    def look_at_toggles(self) -> None:
+        """A `requires_grad` may differ from the chunk's: the next forward looks."""
+        self.toggled = True
+
+    def find_toggled(self) -> list[ShardedParameter]:
+        """Those whose `requires_grad` differs from their chunk's."""
+        found = [
+            sharded
+            for sharded in self._all
+            if sharded.sites.parameter.requires_grad != sharded.chunk.trains
+        ]
+        self.toggled = bool(found)
+        return found
 
 
 def remember_order(parameters: Iterable[ParameterSites]) -> None:

@@ -77,7 +77,7 @@ class ReleasedParameter(nn.Parameter):
         with as_plain_tensors():
             self.requires_grad_(requires_grad)
         if (state := self.zero3_state()) is not None:
-            state.look_at_toggles()
+            state.parameters.look_at_toggles()
         return self
 
     def _describe(self) -> str:

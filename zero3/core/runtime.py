@@ -303,7 +303,7 @@ class Runtime:
         ahead = self._order.recompute(state) if inside else self._order.enter(state, self)
         self._release_lingering(keep=[state, *ahead])
         state.fetch()
-        if state.toggled:
+        if state.parameters.toggled:
             self._check_toggled(state, self.layers)
         for following in ahead:
             following.start_fetch()

@@ -84,7 +84,7 @@ def check_requires_grad(computing: LayerState, layers: Iterable[LayerState]) -> 
     """
     if not torch.is_grad_enabled():
         return
-    changed = computing.toggled_parameters()
+    changed = computing.parameters.find_toggled()
     if not changed or not any(
         sharded.sites.parameter.requires_grad for state in layers for sharded in state.parameters
     ):
