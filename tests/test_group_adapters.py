@@ -133,8 +133,8 @@ def test_group_adapters_leaves_layers_with_another_policy_their_own() -> None:
     check_parity(adapted, train, steps=3, shard=lambda model, group, _: zero3.shard(model, policy=policy, process_group=group))
     model = zero3.shard(adapted(), policy=policy)
     root: Any = vars(model)["_zero3_root"]
-    assert [len(layer._state.trainable()) for layer in model.blocks] == [0, 1, 0]
-    assert root.trainable()[0].numel() == adapter_numel(2)
+    assert [len(layer._state.chunks.trainable()) for layer in model.blocks] == [0, 1, 0]
+    assert root.chunks.trainable()[0].numel() == adapter_numel(2)
 
 
 def test_group_adapters_under_param_dtype_computes_as_without() -> None:

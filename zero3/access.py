@@ -84,7 +84,7 @@ def get_trainable_chunk(model: nn.Module) -> list[nn.Parameter]:
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-4)
     """
     states = states_of(model, whole=True)
-    chunks = [chunk for state in states for chunk in state.trainable()]
+    chunks = [chunk for state in states for chunk in state.chunks.trainable()]
     tell_of_outsiders(model, states)
     places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
     return sorted(chunks, key=lambda chunk: places.get(id(chunk), len(places)))
@@ -351,7 +351,7 @@ def states_of(module: nn.Module, *, whole: bool = False) -> list[LayerState]:
     own, lent = _found_in(module)
     if not (own or lent):
         raise _not_sharded(module)
-    several = [state for state in own if state.modules > 1]
+    several = [state for state in own if state.behaviour.modules > 1]
     for state in [*lent, *several] if whole else ():
         _refuse_others(module, state)
     check_process([*own, *lent])
@@ -407,7 +407,7 @@ def left_out(states: list[LayerState]) -> list[LayerState]:
         for backward in backwards
         if backward is not None
         for other in backward.layers
-        if other not in inside and other.trainable()
+        if other not in inside and other.chunks.trainable()
     ]
 
 

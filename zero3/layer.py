@@ -269,7 +269,7 @@ class Zero3Layer(StandIn):
         guard_layer(self)
 
     def _list_chunks(self) -> None:
-        self._state.list_chunks(self._listed)
+        self._state.chunks.list_in(self._listed)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks of this layer and of the layers inside it. They are the
@@ -278,7 +278,7 @@ class Zero3Layer(StandIn):
         Returns:
             One 1-D tensor `[S]` for each dtype of each layer, or `[]` if nothing is trainable.
         """
-        return [chunk for state in states_in(self) for chunk in state.trainable()]
+        return [chunk for state in states_in(self) for chunk in state.chunks.trainable()]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -340,7 +340,7 @@ class Zero3Layer(StandIn):
         state = self._state
         chunks = [
             f"{name}: [{chunk.numel()}] {name_of(chunk.dtype)}"
-            for name, chunk in state.chunk_names().items()
+            for name, chunk in state.chunks.names().items()
             if chunk is not None
         ]
         return (
@@ -405,7 +405,7 @@ def run_sharded(
         if transforms_under_way():
             refuse_transforms(state)
         runtime.pre_forward(state, (args, kwargs))
-        with state.forward_span:
+        with state.spans.forward:
             output = state.call(module, *args, **kwargs)  # [F3]
         holder = module if isinstance(module, nn.Module) else entry
         return runtime.post_forward(

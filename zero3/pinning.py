@@ -23,7 +23,7 @@ def pin(state: LayerState, *, to_compute: bool = False) -> None:
     """
     state.release()  # the values of a kept layer may be older than the last optimizer step
     stored = not to_compute and any(chunk.casts for chunk in state.chunks)
-    if state.pins and stored != state.as_stored:
+    if state.pinned and stored != state.pins.as_stored:
         raise RuntimeError(
             f"rank {state.communicator.rank}: zero3.full_params shows layer {state.label} as it "
             f"is stored, zero3.resident in {state.behaviour.rounding}: leave one before you enter "
@@ -50,9 +50,9 @@ def write_back(state: LayerState) -> None:
             sharded.value.copy_(sharded.sites.parameter.data)
     for chunk in state.chunks:
         chunk.scatter()
-        if state.pins > 1:  # an outer context goes on showing the parameters, on all ranks
+        if state.pins.number > 1:  # an outer context goes on showing the parameters, on all ranks
             chunk.full.forget()
-            state.start_chunk(chunk)
+            state.chunks.gather_again(chunk)
             chunk.finish_fetch()
 
 

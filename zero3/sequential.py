@@ -71,7 +71,7 @@ class Zero3Sequential(nn.Module):
         Returns:
             One 1-D tensor `[S]` for each dtype of each layer.
         """
-        return [chunk for layer in layers_of(self) for chunk in layer._state.trainable()]
+        return [chunk for layer in layers_of(self) for chunk in layer._state.chunks.trainable()]
 
     @property
     def dtype(self) -> torch.dtype:

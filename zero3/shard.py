@@ -462,7 +462,7 @@ def _enter_through_root(state: LayerState, model: nn.Module, gates: Gates | None
     Not all calls come through the model: generation calls an encoder by itself, and users call
     `model.get_decoder()`.
     """
-    state.list_chunks(model._parameters)
+    state.chunks.list_in(model._parameters)
     model._zero3_root = state  # type: ignore[assignment]
     lent = {
         module
@@ -472,7 +472,7 @@ def _enter_through_root(state: LayerState, model: nn.Module, gates: Gates | None
     }
     for layer in layers_of(model):
         if any(module in lent for _, module in own_modules(layer.module, is_layer)):
-            layer._state.borrow_from(state)
+            layer._state.parameters.lend_to(state.parameters)
     runtime = adopt(model, ordered=False, outer=[state], order=gates)
     if gates is not None:
         gates.serve(runtime)
@@ -526,7 +526,7 @@ def _batch_if_resident(
         with resident(module):
             return method(*args, **kwargs)
     state = root()
-    if state is None or not state.resident:
+    if state is None or not state.pins.resident:
         raise RuntimeError(
             f"{name} of a sharded {type(module).__name__}: continuous batching calls the model at "
             "each rank's own pace, and ranks gather its layers together. Put all of it inside of "
@@ -544,7 +544,7 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
         of.setdefault(layer._state, []).append(type(layer.module).__name__)
     kinds: dict[str, list[int]] = {}
     for state, names in of.items():
-        kinds.setdefault(" and ".join(names), []).append(state.full_nbytes())
+        kinds.setdefault(" and ".join(names), []).append(state.chunks.full_nbytes())
     parts = ", ".join(
         f"{len(sizes)} x {kind} (each up to {megabytes(max(sizes))})"
         for kind, sizes in kinds.items()
@@ -552,7 +552,7 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
     aside = sum(
         sharded.stand_in.numel() * sharded.chunk.compute_dtype.itemsize for sharded in grouped
     )
-    own, largest = root.full_nbytes() - aside, max(max(sizes) for sizes in kinds.values())
+    own, largest = root.chunks.full_nbytes() - aside, max(max(sizes) for sizes in kinds.values())
     own_names = [sharded.sites.name for sharded in root.parameters if sharded not in grouped]
     listed = (
         ", ".join(own_names[:6]) + (" ..." if len(own_names) > 6 else "")

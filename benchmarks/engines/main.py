@@ -89,7 +89,7 @@ def living(options: argparse.Namespace) -> dict[str, Any]:
                 consumed(start())
             live[name] = counted.peak - before
         tensors = [tensor.nbytes for _, tensor in zero3.stream_weights(model)]
-        layer = max(state.full_nbytes() for state in states_of(model))
+        layer = max(state.chunks.full_nbytes() for state in states_of(model))
         return {"live": live, "layer": layer, "largest": max(tensors), "nbytes": sum(tensors)}
 
 

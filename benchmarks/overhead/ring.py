@@ -65,7 +65,7 @@ def entries(rounds: int) -> dict[str, float]:
         state = next(iter(states_of(model)))
         inner = _Nothing()
         noting, ring = Noting(inner), state.log.ring
-        code = ring.code("gathering", state.label, state.identity)
+        code = ring.code("gathering", state.label, state.chunks.identity)
         found: dict[str, list[float]] = {"a transfer": [], "a mark": [], "the stores alone": []}
         for _ in range(rounds):
             for name, what, marks in (("a transfer", Gather(state), 1), ("a mark", Fetch(state), 2)):  # waiting, and computing

@@ -72,7 +72,7 @@ FAULTS = [
     Fault(
         "a deleted model's buffers are given back at once",
         "core/runtime.py",
-        "        first.lanes.end_before(self)\n",
+        "        first.chunks.lanes.end_before(self)\n",
         "",
         "a_model_deleted_after_an_exception",
     ),
@@ -100,8 +100,8 @@ FAULTS = [
     Fault(
         "an earlier reduction is dropped, not waited for",
         "core/backward.py",
-        "            self._wait_for_one()\n        with state.backup_span",
-        "            self.under_way.popleft()\n        with state.backup_span",
+        "            self._wait_for_one()\n        with state.spans.backup",
+        "            self.under_way.popleft()\n        with state.spans.backup",
     ),
     Fault(
         "compute waits on the current device, not on the model's",

@@ -314,6 +314,6 @@ def test_a_profile_of_a_part_leaves_no_layer_timed() -> None:
         model = zero3.Zero3Sequential([zero3.Zero3Layer(nn.Linear(WIDTH, WIDTH), process_group=group) for _ in range(3)])
         with zero3.profile(model[0]):
             model(torch.ones(1, WIDTH)).sum().backward()
-        assert not [lane for state in states_of(model) for lane in state.lanes if hasattr(lane, "inner")]
+        assert not [lane for state in states_of(model) for lane in state.chunks.lanes if hasattr(lane, "inner")]
 
     run_ranks(RANKS, body)

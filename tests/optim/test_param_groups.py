@@ -104,7 +104,7 @@ def test_each_whole_parameter_lies_on_one_rank_and_ranks_hold_about_as_much(worl
             [(piece, place)] = found[id(parameter)].pieces()
             assert (place.start, place.stop) == (piece.start, piece.stop) == (0, parameter.numel())
             assert parameter.shape == piece.slot.shape and found[id(parameter)].part.whole
-            names.append(f"{found[id(parameter)].state.identity} {piece.slot.name}")
+            names.append(f"{found[id(parameter)].state.chunks.identity} {piece.slot.name}")
         return names, sum(p.numel() for p in groups[0]["params"])
 
     models = [odd_model(torch.float64, rank) for rank in range(world_size)]

@@ -91,7 +91,7 @@ def test_set_trainable_trains_exactly_what_is_selected(name: str, world_size: in
             assert_at_rest(model)
         for state in states_of(model):
             kinds = [(chunk.shard.requires_grad, chunk.shard.dtype) for chunk in state.chunks]
-            assert len(set(state.chunk_names())) == len(state.chunks) >= len(set(kinds))
+            assert len(set(state.chunks.names())) == len(state.chunks) >= len(set(kinds))
         return found
 
     for found in run_ranks(world_size, body):

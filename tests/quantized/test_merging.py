@@ -19,7 +19,7 @@ from tests.support.models import WORLDS
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, process_group
-from zero3.core.layer_state import LayerState
+from zero3.core.layer_chunks import LayerChunks
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -124,20 +124,21 @@ def test_save_merged_of_a_quantised_model_without_adapters_and_its_config(tmp_pa
 
 def test_save_merged_holds_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all adapters, which the root's own layer has."""
-    whole: list[set[str]] = []
+    whole: list[int] = []
     model = zero3.shard(lora(target_modules=["q_proj", "down_proj"]), policy=zero3.ShardingPolicy(quantize=zero3.NF4()))
-    read, alive = LayerState.read, list[tuple[str, weakref.ref[Tensor]]]()
+    root: Any = vars(model)["_zero3_root"]
+    read, alive = LayerChunks.read, list[tuple[LayerChunks, weakref.ref[Tensor]]]()
 
-    def watched(state: LayerState, chunk: Any, full: Tensor) -> Any:
-        ticket = read(state, chunk, full)
-        alive.append((state.label, weakref.ref(full)))
-        whole.append({label for label, found in alive if found() is not None})
+    def watched(chunks: LayerChunks, chunk: Any, full: Tensor) -> Any:
+        ticket = read(chunks, chunk, full)
+        alive.append((chunks, weakref.ref(full)))
+        whole.append(len({id(layer) for layer, found in alive if found() is not None and layer is not root.chunks}))
         return ticket
 
-    monkeypatch.setattr(LayerState, "read", watched)
+    monkeypatch.setattr(LayerChunks, "read", watched)
     zero3.save_merged(model, tmp_path / "out")
     assert len(whole) >= 5
-    assert all(len([label for label in labels if "the root" not in label]) <= 1 for labels in whole)
+    assert max(whole) == 1
     assert not any(found() is not None for _, found in alive)
 
 

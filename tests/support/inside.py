@@ -48,7 +48,7 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
 
 def whole_bytes(model: nn.Module) -> dict[str, int]:
     """Bytes of the full buffers while their layers are fetched, by the layers' names."""
-    return {_name(state): state.full_nbytes() for state in states_of(model)}
+    return {_name(state): state.chunks.full_nbytes() for state in states_of(model)}
 
 
 def _name(state: LayerState) -> str:
@@ -75,7 +75,7 @@ def changed_gradients(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]
 def reduce_now(state: LayerState, chunk: Chunk) -> None:
     """Reduces the gradients that have come to a chunk, as a backward does."""
     account, group = state.gradients.accounts[chunk], state.communicator
-    account.flow.start(account.take_room(group), state.lanes, NamingFailures(group, "reducing", state.subject)).wait()
+    account.flow.start(account.take_room(group), state.chunks.lanes, NamingFailures(group, "reducing", state.subject)).wait()
 
 
 def is_straight(model: nn.Module) -> bool:

@@ -247,14 +247,21 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         communicator.channel = int.from_bytes(number, "little")
     communicator, over = (dealing.whole, dealing.at) if dealing else (communicator, communicator)
     home = AtHome(request.module, dealing, dtypes_at_the_edges(policy)) if dealing else None
+    behaviour = Behaviour(
+        device=device,
+        policy=policy,
+        modules=len(request.modules),
+        call=home or caller_for(*dtypes_at_the_edges(policy)),
+        conductor=conductor_for(policy.compare_every),
+        lifetime=lifetime_of(policy),
+        rounding=rounding(policy),
+        reads_weights=reads,
+    )
     state = LayerState(
         label,
         communicator,
-        device,
-        behaviour_of(policy, home, reads_weights=reads),
-        policy,
+        behaviour,
         lambda subject: gradients_of(communicator, over, policy, subject),
-        len(request.modules),
     )
     if home is not None:
         home.serve(state)
@@ -295,18 +302,6 @@ def _add_chunks(
         for sites, parameter in zip(found, given, strict=True):
             for each in (parameter, sites.parameter):
                 mark_sharded(each, f"{sites.name!r} of layer {label}", state)
-
-
-def behaviour_of(
-    policy: ShardingPolicy, home: AtHome | None = None, *, reads_weights: bool = True
-) -> Behaviour:
-    return Behaviour(
-        call=home or caller_for(*dtypes_at_the_edges(policy)),
-        conductor=conductor_for(policy.compare_every),
-        lifetime=lifetime_of(policy),
-        rounding=rounding(policy),
-        reads_weights=reads_weights,
-    )
 
 
 def reads_weights(

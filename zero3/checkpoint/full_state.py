@@ -203,7 +203,7 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor], inside: set[int
 
 def _watched(states: list[LayerState], doing: str) -> Iterator[LayerState]:
     """Yields the layers. Rank 0 shows its progress with a large model."""
-    sizes = [state.full_nbytes() for state in states]
+    sizes = [state.chunks.full_nbytes() for state in states]
     shown = is_first(states[0].communicator) and sum(sizes) >= _LONG
     with progress(sum(sizes), f"zero3: {doing}", shown=shown) as advance:
         for state, nbytes in zip(states, sizes, strict=True):

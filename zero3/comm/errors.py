@@ -42,6 +42,10 @@ class Subject:
     def rename(self, label: str) -> None:
         self.name, self.label = f"layer {label}", label
 
+    def write_into(self, log: TransferLog) -> None:
+        """`log`: the model's, by which errors tell what came before."""
+        self.log = log
+
 
 class NamingFailures:
     """Context in which the error of a failed collective tells the rank and the purpose. It is made

@@ -65,7 +65,7 @@ class Noting:
 
     def _write_into(self, ring: Ring, layer: LayerState) -> Ring:
         def code(doing: str) -> int:
-            return ring.code(doing, layer.label, layer.identity)
+            return ring.code(doing, layer.label, layer.chunks.identity)
 
         comparing = ring.code("comparing")
         self._transfers = {
@@ -97,7 +97,7 @@ def keep_transfers(layers: Sequence[LayerState]) -> None:
     first = layers[0]
     if first.device.type == "meta":  # a plan's
         return
-    ring = new_ring(first.communicator, first.identity)
+    ring = new_ring(first.communicator, first.chunks.identity)
     first.log.keep_in(ring)
     for layer in layers if ring is not None else ():
         if not any(isinstance(each, Noting) for each in chain(layer.conductor)):

@@ -57,7 +57,7 @@ class Reductions:
         """
         while len(self.under_way) >= self._most:
             self._wait_for_one()
-        with state.backup_span:
+        with state.spans.backup:
             prepared = state.gradients.prepare(self._communicator)
             reduction = Reduce(state, not state.gradients.may_reduce, self, prepared)
             tickets = reduction.perform() if absent else state.conductor.conduct(reduction)
@@ -229,7 +229,7 @@ class Backward:
         for trace in self._touched:
             if trace.is_open(state):
                 return
-        awaited = state.modules > 1 and self._stack.awaits_calls(state)
+        awaited = state.behaviour.modules > 1 and self._stack.awaits_calls(state)
         if awaited and state.presence is not Presence.FETCHING:
             state.keep()
         else:
@@ -412,8 +412,8 @@ class Backward:
             return
         # an optimizer that steps in parameters' hooks would change nothing but the full buffer
         state.check_unwritten()
-        if state.modules > 1:
-            self._stack.await_calls(state, 0 if step.reduce else state.modules - 1)
+        if state.behaviour.modules > 1:
+            self._stack.await_calls(state, 0 if step.reduce else state.behaviour.modules - 1)
         # first: the buffer of its gradients may take its full buffer's memory
         for each in (state, *step.call.layers):
             self.release(each)

@@ -581,22 +581,3 @@ class Chunk:
                 shows = self.alone and not self.face.read_only
                 return OwnMemory(self.shard, shows_released=shows)
             return FullBuffer(among.layout.padded_numel, dtype, self.device)
-
-
-def registered(chunks: Sequence[Chunk]) -> dict[str, nn.Parameter | None]:
-    """A layer's chunks, or their parts, by parameter name: `trainable_chunk`, `frozen_chunk`, with
-    the dtype if there are several.
-    """
-    names: dict[str, nn.Parameter | None] = {}
-    for chunk in chunks:
-        name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"
-        alike = [c for c in chunks if c.trainable_when_wrapped == chunk.trainable_when_wrapped]
-        if len({c.own_dtype for c in alike}) > 1:
-            name += f"_{str(chunk.own_dtype).removeprefix('torch.')}"
-        if chunk.in_part:  # there is one for each parameter
-            name += "_of_" + chunk.layout.slots[0].name.replace(".", "_")
-        elif chunk.layout.bounds is not None:
-            name += "_dealt"
-        for number, part in enumerate(chunk.parts):
-            names[name if part.parameter is chunk.shard else f"{name}_{number}"] = part.parameter
-    return names

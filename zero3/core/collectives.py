@@ -178,7 +178,7 @@ class Reduce:
 
     def perform(self) -> Any:
         """Returns its tickets."""
-        return self.layer.gradients.back_up(self.mine, self.layer.lanes)
+        return self.layer.gradients.back_up(self.mine, self.layer.chunks.lanes)
 
     def take_part(self) -> None:
         """With zeros."""
@@ -279,7 +279,7 @@ class Look:
         return [
             (state, chunk)
             for state in self.layers
-            if not state.resident
+            if not state.pins.resident
             for chunk in state.chunks
             if state.stays(chunk) and not chunk.resident
         ]

@@ -11,21 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.communicator import Communicator, history_of
-from ..comm.errors import NamingFailures, Subject
-from ..comm.log import Entry, TransferLog
-from ..comm.streams import Lanes
+from ..comm.communicator import Communicator
+from ..comm.errors import Subject
+from ..comm.log import TransferLog
 from .account import Account
 from .autograd import inside_backward, profiler_label, renew_versions
-from .chunk import Chunk, registered
+from .chunk import Chunk
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .full_buffer import Lifetime
 from .gradient_types import UsedGradient, stepped_already
 from .ignored import IgnoredGradient
+from .layer_chunks import LayerChunks
 from .layer_gradients import LayerGradients
 from .parameters import LayerParameters
 from .sites import ParameterSites
-from .ticket import Ticket
 
 __all__: list[str] = []
 
@@ -65,12 +64,36 @@ class Saves:
 class Behaviour:
     """What a layer was made to do."""
 
+    device: torch.device  # where it computes
+    policy: Any  # by which it was made. Others read it, core does not
+    modules: int  # how many it is of
     call: Callable[..., Any]  # calls the layer's module
     conductor: Conductor  # its own
     lifetime: Lifetime  # of the layer's full buffers
     rounding: str  # for errors: what makes that which computes other than the chunks
     # whether a backward through it reads its parameters
     reads_weights: bool = True
+
+
+class Spans:
+    """What a layer does, as contexts that show in torch.profiler's traces."""
+
+    def __init__(self, label: str) -> None:
+        self.fetch, self.wait, self.forward, self.backup, self.release = (
+            profiler_label(f"zero3::{name} layer {label}")
+            for name in ("fetch", "wait", "forward", "backup", "release")
+        )
+
+
+@dataclass(slots=True)
+class Pins:
+    """What keeps a layer fetched outside of forwards and backwards."""
+
+    number: int = 0
+    begins: bool = False  # whether it is fetched to be pinned
+    # while pinned: whether parameters are shown in the chunks' dtype and not in the compute dtype
+    as_stored: bool = False
+    resident: int = 0  # the number of `resident` contexts that the layer is in
 
 
 class LayerState:
@@ -89,44 +112,24 @@ class LayerState:
         self,
         label: str,
         communicator: Communicator,
-        device: torch.device,
         behaviour: Behaviour,
-        policy: Any,
         new_gradients: Callable[[Subject], LayerGradients],
-        modules: int = 1,
     ) -> None:
-        """`policy`: what the layer was made by. Others read it, core does not."""
         self.subject = Subject(f"layer {label}", label)
-        # a random number, the same on all ranks; labels may differ between ranks
-        self.identity = communicator.channel
         self.communicator = communicator
-        self.device = device
-        self.behaviour, self.policy = behaviour, policy
+        self.behaviour = behaviour
         self.call = behaviour.call
-        self.chunks: list[Chunk] = []
+        self.chunks = LayerChunks(communicator, behaviour.device, self.subject)
         self.parameters = LayerParameters(self.subject, communicator)
         self.gradients = new_gradients(self.subject)
         self.conductor = behaviour.conductor
         self.presence = Presence.RELEASED
         self.lifetime = behaviour.lifetime  # of all chunks; one chunk may ask for more
-        self.modules = modules  # how many it is of
-        # the root's own layer, if it owns parameters inside this layer
-        self.lent_to: LayerState | None = None
-        self.resident = 0  # the number of `resident` contexts that the layer is in
-        # the `_parameters` of the module that lists the chunks
-        self.registry: dict[str, nn.Parameter | None] = {}
+        self.pins = Pins()
         # (owner, attribute, name) of buffers without values
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []
         self.saves = Saves()
-        self._lanes: Lanes | None = None
-        self._gathering = NamingFailures(communicator, "gathering", self.subject)
-        self._entry = Entry("gathering", self.subject, 2 * self.identity + 1)
-        self.pins = 0
-        self.pinning = False  # whether it is fetched to be pinned
-        # while pinned: whether parameters are shown in the chunks' dtype and not in the compute
-        # dtype
-        self.as_stored = False
-        self.write_into(TransferLog(history_of(communicator), self.identity))
+        self.write_into(self.chunks.log)
         self.rename(label)
 
     def add_chunk(self, chunk: Chunk, parameters: list[ParameterSites]) -> None:
@@ -146,53 +149,34 @@ class LayerState:
 
     def rename(self, label: str) -> None:
         self.subject.rename(label)
-        spans = (
-            profiler_label(f"zero3::{name} layer {label}")
-            for name in ("fetch", "wait", "forward", "backup", "release")
-        )
-        self.fetch_span, self.wait_span, self.forward_span, self.backup_span, self.release_span = (
-            spans
-        )
+        self.spans = Spans(label)
+
+    @property
+    def policy(self) -> Any:
+        return self.behaviour.policy
+
+    @property
+    def device(self) -> torch.device:
+        return self.behaviour.device
+
+    @property
+    def log(self) -> TransferLog:
+        return self.chunks.log
 
     def write_into(self, log: TransferLog) -> None:
         """All layers of a runtime share it."""
-        self.log = self.subject.log = log
-        self.gradients.write_into(log)
+        for each in (self.subject, self.chunks, self.gradients):
+            each.write_into(log)
 
     @property
     def name_among_ranks(self) -> str:
-        return f"{self.label}, wrapped as #{self.identity:06x}"
-
-    @property
-    def lanes(self) -> Lanes:
-        """The lanes, which all layers of a runtime share. A layer that is fetched before it has a
-        runtime makes its own.
-        """
-        self._lanes = self._lanes or self.communicator.lanes(self.device)
-        return self._lanes
-
-    @lanes.setter
-    def lanes(self, lanes: Lanes) -> None:
-        self._lanes = lanes
-
-    def trainable(self) -> list[nn.Parameter]:
-        """The parameters for an optimizer: the trainable chunks, or their parts."""
-        return [
-            part.parameter
-            for chunk in self.chunks
-            for part in chunk.parts
-            if part.parameter.requires_grad
-        ]
-
-    def full_nbytes(self) -> int:
-        """The bytes of the layer's full buffers while it is fetched."""
-        return sum(chunk.full_nbytes for chunk in self.chunks)
+        return f"{self.label}, wrapped as #{self.chunks.identity:06x}"
 
     # -- fetch and release
 
     def fetch(self, *, gathers: bool = True) -> None:
         """The layer is to compute. Not `gathers`: it does not need its parameters for that."""
-        if self.as_stored:
+        if self.pins.as_stored:
             raise RuntimeError(
                 f"rank {self.communicator.rank}: layer {self.label} was to compute inside "
                 "zero3.full_params(), where its parameters are as they are stored, not in "
@@ -212,22 +196,12 @@ class LayerState:
                 self._check_loaded()
         self.presence = Presence.FETCHING
         for chunk in self.chunks:
-            if self.pinning:
-                chunk.show_whole(as_stored=self.as_stored)
+            if self.pins.begins:
+                chunk.show_whole(as_stored=self.pins.as_stored)
             chunk.make_room()
         if self.chunks:
-            with self.fetch_span:
+            with self.spans.fetch:
                 self.conductor.conduct(Gather(self))
-
-    def gather(self) -> None:
-        """Starts the gathers. There is room for them."""
-        self.log.entries.append(self._entry)
-        lane = self.lanes.fetch
-        for chunk in self.chunks:
-            chunk.start_fetch(lane, self._gathering)
-
-    def start_chunk(self, chunk: Chunk) -> None:
-        chunk.start_fetch(self.lanes.fetch, self._gathering)
 
     def take_part_in_gather(self) -> None:
         """Takes part in a gather that only other ranks need."""
@@ -237,29 +211,18 @@ class LayerState:
             for chunk in self.chunks:
                 chunk.make_room()
             self.presence = Presence.FETCHING
-            self.gather()
+            self.chunks.gather()
             self.finish_fetch()
             self.release(Lifetime.PASS)
-            return
-        self.log.entries.append(self._entry)
-        lane, names = self.lanes.fetch, self._gathering
-        tickets = [chunk.take_part_in_gather(lane, names) for chunk in self.chunks]
-        for chunk, ticket in zip(self.chunks, tickets, strict=True):
-            ticket.wait()
-            chunk.store.rest(chunk.shard.data)
-
-    def read(self, chunk: Chunk, full: Tensor) -> Ticket:
-        """Starts to gather a chunk for a reader: see `Chunk.read`. No conductor hears of it, nor
-        does the log, because the ranks of another replica may read at another time, or not at all.
-        """
-        return chunk.read(full, self.lanes.fetch, self._gathering)
+        else:
+            self.chunks.take_part_in_gather()
 
     def finish_fetch(self) -> None:
         """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may
         compute with them.
         """
         if self.presence in (Presence.FETCHING, Presence.KEPT):
-            with self.wait_span:
+            with self.spans.wait:
                 for chunk in self.chunks:
                     chunk.finish_fetch()
             self.parameters.check_places()
@@ -289,7 +252,7 @@ class LayerState:
         # views of the buffer are in use, so the layer can't keep it
         if any(chunk.full.left for chunk in self.chunks):
             self.release(Lifetime.PASS)
-        elif self.presence is Presence.FETCHED and not self.pins:
+        elif self.presence is Presence.FETCHED and not self.pinned:
             self.parameters.hide()
             self.presence = Presence.KEPT
             self.parameters.invalidate_saved()
@@ -322,12 +285,12 @@ class LayerState:
 
     def release(self, over: Lifetime = Lifetime.STEPS) -> None:
         """Releases the layer, but for full buffers that are to stay longer than `over`."""
-        if self.pins or (
+        if self.pins.number or (
             self.presence is Presence.RELEASED
             and not (over >= Lifetime.STEPS and any(chunk.full.filled for chunk in self.chunks))
         ):
             return
-        with self.release_span:
+        with self.spans.release:
             if self.presence is Presence.FETCHED:
                 self.parameters.hide()
             for chunk in self.chunks:
@@ -349,7 +312,7 @@ class LayerState:
 
     def check_unwritten(self) -> None:
         """Raises if a parameter was changed in place since it was shown."""
-        if self.presence is Presence.FETCHED and not self.pins:
+        if self.presence is Presence.FETCHED and not self.pinned:
             self.parameters.check_unwritten()
 
     def settle(self) -> None:
@@ -379,32 +342,33 @@ class LayerState:
 
     @property
     def pinned(self) -> bool:
-        return self.pins > 0
+        return self.pins.number > 0
 
     def pin(self, *, as_stored: bool) -> None:
         """Fetches the layer until it is unpinned, and lists its parameters: see `pinning.pin`."""
-        self.as_stored, self.pinning = as_stored, True
+        pins = self.pins
+        pins.as_stored, pins.begins = as_stored, True
         try:
             self.start_fetch()
             self.finish_fetch()
             self.settle()
         except BaseException:
-            self.as_stored = False
+            pins.as_stored = False
             raise
         finally:
-            self.pinning = False
-        self.pins += 1
-        if self.pins == 1:
-            self.unlist_chunks()
+            pins.begins = False
+        pins.number += 1
+        if pins.number == 1:
+            self.chunks.unlist()
 
     def unpin(self) -> None:
-        self.pins -= 1
-        if not self.pins:
-            self.list_chunks()
+        self.pins.number -= 1
+        if not self.pins.number:
+            self.chunks.list_in()
             for chunk in self.chunks:
                 chunk.full.leave()
             self.release()
-            self.as_stored = False
+            self.pins.as_stored = False
         # so that it stays short, however often this is done between two forwards
         self.log.history.fold()
 
@@ -422,41 +386,22 @@ class LayerState:
     def resident_by(self, call: Callable[..., Any]) -> Iterator[None]:
         """Context in which the layer, which is pinned, is resident. `call` calls its module."""
         before, self.call = self.call, call
-        self.resident += 1
+        self.pins.resident += 1
         try:
             yield
         finally:
-            self.resident -= 1
+            self.pins.resident -= 1
             self.call = before
-
-    def borrow_from(self, root: LayerState) -> None:
-        """The root's own layer owns parameters inside this one."""
-        self.lent_to = root
-
-    # -- its chunks
-
-    def chunk_names(self) -> dict[str, nn.Parameter | None]:
-        """The chunks, or their parts, by parameter name."""
-        return registered(self.chunks)
-
-    def list_chunks(self, registry: dict[str, nn.Parameter | None] | None = None) -> None:
-        """Lists the chunks in a module's `_parameters`. None: in those that listed them before."""
-        self.registry = self.registry if registry is None else registry
-        self.registry.update(self.chunk_names())
-
-    def unlist_chunks(self) -> None:
-        for name in self.chunk_names():
-            self.registry.pop(name, None)
 
     def replace_chunks(self, chunks: list[Chunk]) -> None:
         """Puts the parameters of a released layer into other chunks. A backward through older
         graphs is an error.
         """
-        self.unlist_chunks()
+        self.chunks.unlist()
         self.parameters.move_into(chunks)
-        self.chunks = chunks
+        self.chunks[:] = chunks
         self.gradients.replace_chunks(chunks, self.parameters)
-        self.list_chunks()
+        self.chunks.list_in()
 
     def _check_loaded(self) -> None:
         self.meta_buffers = [
@@ -477,21 +422,6 @@ class LayerState:
                 "them (zero3.load_pretrained, zero3.load_full_state_dict) or draw them "
                 "(zero3.materialize); give a buffer that no checkpoint holds to its module."
             )
-
-
-def may_get_gradients(state: LayerState) -> bool:
-    """Whether gradients may come for parameters in the layer's modules: its own, or those that the
-    root's own layer has.
-    """
-    return any(_trains(owner) for owner in (state, state.lent_to) if owner is not None)
-
-
-def _trains(state: LayerState) -> bool:
-    if not any(chunk.shard.requires_grad for chunk in state.chunks):
-        return False
-    return not state.parameters.toggled or any(
-        sharded.sites.parameter.requires_grad for sharded in state.parameters
-    )
 
 
 def ignored_of(states: Iterable[LayerState]) -> list[IgnoredGradient]:

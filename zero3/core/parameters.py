@@ -50,6 +50,8 @@ class LayerParameters:
         self.versions: list[int] = []
         # whether a `requires_grad` may differ from the chunk's: see `guards/calls.py`
         self.toggled = False
+        # the root's, if it owns some inside this layer
+        self._lent_to: LayerParameters | None = None
 
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self._all)
@@ -175,6 +177,23 @@ class LayerParameters:
     def look_at_toggles(self) -> None:
         """A `requires_grad` may differ from the chunk's: the next forward looks."""
         self.toggled = True
+
+    def lend_to(self, root: LayerParameters) -> None:
+        """The root's own layer owns parameters inside this one."""
+        self._lent_to = root
+
+    def may_get_gradients(self) -> bool:
+        """Whether gradients may come for parameters in the layer's modules: its own, or those that
+        the root's own layer has.
+        """
+        return any(owner._train() for owner in (self, self._lent_to) if owner is not None)
+
+    def _train(self) -> bool:
+        if not any(sharded.chunk.shard.requires_grad for sharded in self._all):
+            return False
+        return not self.toggled or any(
+            sharded.sites.parameter.requires_grad for sharded in self._all
+        )
 
     def find_toggled(self) -> list[ShardedParameter]:
         """Those whose `requires_grad` differs from their chunk's."""

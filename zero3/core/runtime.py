@@ -31,7 +31,7 @@ from .autograd import (
 from .backward import Backward, LayerCall, LayerTrace, Reductions
 from .collectives import Activity, Agree, CompareLogs, Look, Round
 from .full_buffer import Lifetime
-from .layer_state import LayerState, Presence, may_get_gradients
+from .layer_state import LayerState, Presence
 from .schedule import CallStack, CallTrace, ForwardOrder, Frame, LearnedOrder, Order, OwnOrder
 
 __all__: list[str] = []
@@ -104,7 +104,7 @@ class Runtime:
         for state in self.layers:
             self._watch(state)
         self.note_lifetimes()
-        first.lanes.end_before(self)
+        first.chunks.lanes.end_before(self)
 
     @property
     def orders(self) -> tuple[ForwardOrder[Any], ForwardOrder[Any]]:
@@ -137,7 +137,7 @@ class Runtime:
     def _watch(self, state: LayerState) -> None:
         self.backward.watch(state)
         self._room = state.choose_residents(self._room)
-        state.lanes = self.layers[0].lanes
+        state.chunks.go_through(self.layers[0].chunks.lanes)
         state.write_into(self.layers[0].log)
 
     def note_lifetimes(self) -> None:
@@ -166,8 +166,8 @@ class Runtime:
         first.conductor.conduct(Round(first, Activity.FORWARD, begins=True))
         try:
             # all layers that it calls: then ranks may call it at different points, or not at all
-            self._own_pace = any(state.resident for state in self.layers) and all(
-                state.resident for state in self._called_by(module) or self.layers
+            self._own_pace = any(state.pins.resident for state in self.layers) and all(
+                state.pins.resident for state in self._called_by(module) or self.layers
             )
             if self._own_pace:
                 self._trace = self._new_trace()
@@ -280,8 +280,10 @@ class Runtime:
         # ranks do not compare: they may differ here
         inside = inside_backward()
         opened = inside and self.backward.open_recomputed(state, self._open_trace)
-        if state.resident or (inside and self.backward.is_recomputing(state)):
-            gone = state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.resident
+        if state.pins.resident or (inside and self.backward.is_recomputing(state)):
+            gone = (
+                state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.pins.resident
+            )
             state.fetch()
             start = self._trace.begin() if self._trace is not None else 0
             self.stack.frames.append(
@@ -292,7 +294,7 @@ class Runtime:
                     recomputes=True,
                     opened=opened,
                     fetched_here=gone,
-                    older=frozenset() if state.resident else nodes_since(0, tensors_in(given)),
+                    older=frozenset() if state.pins.resident else nodes_since(0, tensors_in(given)),
                 )
             )
             return
@@ -317,7 +319,7 @@ class Runtime:
         modules' attributes.
         """
         frame = self.stack.frames.pop()
-        if state.resident:
+        if state.pins.resident:
             if not transforms_under_way():  # their graphs end at their own arguments
                 self.backward.forbid(state, nodes_since(frame.clock, tensors_in((output, kept))))
             return output
@@ -340,14 +342,14 @@ class Runtime:
             return output
         if self.own_order is not None:
             self.own_order.leave(state, self)
-        if state.modules > 1:
-            self.stack.count_call(state, state.modules)
+        if state.behaviour.modules > 1:
+            self.stack.count_call(state, state.behaviour.modules)
         # All ranks must record the same calls. A layer's output may be its input on one rank only,
         # so `nodes` can't decide alone.
         takes_part = (
             nodes
             or self._order.counts_every_call
-            or may_get_gradients(state)
+            or state.parameters.may_get_gradients()
             or any(t.requires_grad for t in outputs)
         )
         if not takes_part:
@@ -364,8 +366,8 @@ class Runtime:
         state.fetch()
         for following in ahead:
             following.start_fetch()
-        if state.modules > 1:
-            self.stack.count_call(state, state.modules)
+        if state.behaviour.modules > 1:
+            self.stack.count_call(state, state.behaviour.modules)
         return self._trace.begin() if self._trace is not None else 0
 
     def end_call(self, state: LayerState, start: int) -> LayerCall | None:

@@ -201,9 +201,9 @@ class _Recorder:
             timed = _Timed(self, state.conductor)
             state.conducted_by(timed)
             self._undo.append(partial(state.no_longer_by, timed))
-        lanes = {id(state.lanes): self._timed_lanes(state.lanes) for state in states}
+        lanes = {id(state.chunks.lanes): self._timed_lanes(state.chunks.lanes) for state in states}
         for state in states:
-            state.lanes = lanes[id(state.lanes)]
+            state.chunks.go_through(lanes[id(state.chunks.lanes)])
             self._undo.append(partial(_untime, state))
         for layer in layers_of(model):
             self._undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
@@ -333,10 +333,9 @@ def _untime(state: LayerState) -> None:
     """
     backward = state.gradients.backward()
     for each in [state] if backward is None else backward.layers:
-        timed = each.lanes._asdict().items()
-        each.lanes = each.lanes._replace(
-            **{name: lane.inner for name, lane in timed if isinstance(lane, _TimedLane)}
-        )
+        lanes = each.chunks.lanes
+        timed = {n: lane for n, lane in lanes._asdict().items() if isinstance(lane, _TimedLane)}
+        each.chunks.go_through(lanes._replace(**{n: lane.inner for n, lane in timed.items()}))
 
 
 def _gathered(layer: LayerState) -> list[int]:

@@ -161,7 +161,7 @@ def report(model: nn.Module) -> Report:
         if (root := vars(module).get("_zero3_root")) is not None
     }
     parts = parts_of(model)
-    largest = max(states, key=lambda state: (id(state) not in roots, state.full_nbytes()))
+    largest = max(states, key=lambda state: (id(state) not in roots, state.chunks.full_nbytes()))
     chunks: dict[str, int] = {}
     gathered: dict[str, int] = {}
     gradients = 0
@@ -175,8 +175,10 @@ def report(model: nn.Module) -> Report:
                 itemsize = landed_dtype(state.policy, chunk.shard.dtype).itemsize
                 gradients += chunk.store.taken(chunk.shard.numel() * itemsize)
     rests = dict.fromkeys(chunk.store.name for state in states for chunk in state.chunks)
-    full = [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states]
-    of_roots = [state.full_nbytes() for state in states if id(state) in roots]
+    full = [
+        state.chunks.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states
+    ]
+    of_roots = [state.chunks.full_nbytes() for state in states if id(state) in roots]
     return Report(
         rank=first.communicator.rank,
         world_size=first.communicator.world_size,
@@ -192,7 +194,7 @@ def report(model: nn.Module) -> Report:
         transfers=_rounded(states),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
         largest_layer=largest.label,
-        largest_layer_bytes=largest.full_nbytes(),
+        largest_layer_bytes=largest.chunks.full_nbytes(),
         experts=_experts(states),
         parts=1 if parts is None else parts.size,
         towers=towers_of(model),
@@ -238,6 +240,6 @@ def _at_once(
     """The sizes of the largest layers that are held at once (one more than the prefetch depth), and
     of all layers that stay whole, or stay for the calls of several modules.
     """
-    whole = [not sharded(state.policy) or state.modules > 1 for state in states]
+    whole = [not sharded(state.policy) or state.behaviour.modules > 1 for state in states]
     moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
     return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))

@@ -137,7 +137,7 @@ class AtHome:
         self._state = weakref.ref(state)
         self._naming = [NamingFailures(self._among, doing, state.subject) for doing in _DOING]
         self._entries = [
-            Entry(doing, state.subject, 2 * state.identity + 1 | (1 + way) << 32)
+            Entry(doing, state.subject, 2 * state.chunks.identity + 1 | (1 + way) << 32)
             for way, doing in enumerate(_DOING)
         ]
 
@@ -169,7 +169,7 @@ class AtHome:
         self, state: LayerState, module: Callable[..., Any], /, *args: Any, **kw: Any
     ) -> Any:
         """All experts are here."""
-        if torch.is_grad_enabled() and not state.resident and state.trainable():
+        if torch.is_grad_enabled() and not state.pins.resident and state.chunks.trainable():
             raise RuntimeError(
                 f"rank {state.communicator.rank}: layer {state.label} (experts, with "
                 "expert_parallel=True) was to compute with gradients inside zero3.full_params(), "
@@ -186,7 +186,7 @@ class AtHome:
     ) -> Tensor:
         hidden, index, weights = inputs
         needs = torch.is_grad_enabled() and (
-            hidden.requires_grad or weights.requires_grad or bool(state.trainable())
+            hidden.requires_grad or weights.requires_grad or bool(state.chunks.trainable())
         )
         route = self._find_route(state, inputs, needs=needs)
         anchor = hidden.new_empty(0, requires_grad=route.needed)

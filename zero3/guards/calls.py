@@ -24,7 +24,7 @@ def refuse_transforms(state: LayerState) -> None:
         RuntimeError: A transform is under way, and the layer would have to be fetched and released
             within it.
     """
-    if transforms_under_way() and not state.resident:
+    if transforms_under_way() and not state.pins.resident:
         raise RuntimeError(
             f"rank {state.communicator.rank}: layer {state.label} was called inside a torch.func "
             "transform (grad, vjp, jvp, vmap, jacrev, ...), which would still use its parameters "

@@ -94,7 +94,7 @@ class _Reading:
         else:
             numel = self._chunk.layout.padded_numel
             self.full = memory[: numel * self._dtype.itemsize].view(self._dtype)
-            self._ticket = self._state.read(self._chunk, self.full)
+            self._ticket = self._state.chunks.read(self._chunk, self.full)
 
     def wait(self) -> None:
         if self._ticket is not None:

@@ -163,7 +163,7 @@ def _has_gradient_elsewhere(state: LayerState, sharded: ShardedParameter) -> boo
     unreached = state.gradients.accounts[sharded.chunk].unreached.slots
     if sharded.index in unreached:
         return False
-    trained, backward = state.trainable(), state.gradients.backward()
+    trained, backward = state.chunks.trainable(), state.gradients.backward()
     if unreached and backward is not None:  # by itself, what this rank has of the layer may be none
         trained = [part for part in parts_of(backward.layers) if part.requires_grad]
     return not trained or any(parameter.grad is not None for parameter in trained)

@@ -138,7 +138,7 @@ def over_ranks(
     communicator, ranks = first.communicator, first.communicator.world_size
     own: list[int] = []
     if ranks > 1 and communicator.tags_messages:  # which sums lack: they say which model's they are
-        own = [first.identity, (1 << 8 * IDENTITY_BYTES) - first.identity]
+        own = [first.chunks.identity, (1 << 8 * IDENTITY_BYTES) - first.chunks.identity]
         said = powers.new_tensor(own).expand(*powers.shape[:-1], -1)
         powers = torch.cat([powers, said], -1)
     with NamingFailures(communicator, "summing up", Subject(what), caller):

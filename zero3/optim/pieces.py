@@ -178,7 +178,7 @@ def _together(choices: dict[Slot, Choice]) -> dict[Slot, frozenset[int]]:
 
 
 def _install(state: LayerState, chunk: Chunk, parts: list[Part], left_out: frozenset[str]) -> None:
-    state.unlist_chunks()
+    state.chunks.unlist()
     for old in chunk.parts:
         if old.parameter is not chunk.shard:
             supersede(old.parameter, f"a part of a chunk of layer {state.label}")
@@ -190,7 +190,7 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part], left_out: froze
     chunk.cut(parts, left_out)
     for part in parts:
         mark(part.parameter, state).grad_dtype = chunk.shard.grad_dtype
-    state.list_chunks()
+    state.chunks.list_in()
 
 
 def placeholder(

@@ -102,7 +102,7 @@ def _mistake(loss_sum: Any, num_tokens: Any, states: list[LayerState]) -> Except
             "rank without tokens runs the model too, and sums over nothing (reduction='sum')"
         )
     if any(each.parameter.requires_grad for each in ignored_of(states)) and not any(
-        state.trainable() for state in states
+        state.chunks.trainable() for state in states
     ):
         return ValueError(
             "nothing trains but parameters that the policy's `ignored` leaves alone: no chunk's "
@@ -139,7 +139,7 @@ def _not_a_count(tokens: Any) -> Exception | None:
 
 
 def _trains(state: LayerState) -> bool:
-    return bool(state.trainable()) or any(
+    return bool(state.chunks.trainable()) or any(
         each.parameter.requires_grad for each in state.gradients.ignored
     )
 

@@ -157,7 +157,7 @@ def _fill(family: Family, chunks: list[Chunk]) -> None:
     for old in family.chunks:
         old.show_whole(as_stored=True)
         old.make_room()
-        family.state.start_chunk(old)
+        family.state.chunks.gather_again(old)
         try:
             old.finish_fetch()
             views = {

@@ -148,7 +148,7 @@ class Parts:
         self._naming = [NamingFailures(group, doing, root.subject) for doing in DOING]
         self._measuring = NamingFailures(group, "comparing the lengths of", root.subject)
         self._entries = [
-            Entry(doing, root.subject, 2 * root.identity + 1 | (1 + way) << 32)
+            Entry(doing, root.subject, 2 * root.chunks.identity + 1 | (1 + way) << 32)
             for way, doing in enumerate(DOING)
         ]
         self._of_all = True  # whether all ranks of the model make the exchange under way
@@ -165,7 +165,7 @@ class Parts:
     def active(self) -> bool:
         """Whether sequences are divided here and now: not where a rank computes for itself."""
         root = self.root()
-        return root is not None and not root.resident
+        return root is not None and not root.pins.resident
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of `[B, S, ...]`."""

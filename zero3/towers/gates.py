@@ -25,7 +25,7 @@ from ..comm.agreement import agree
 from ..comm.communicator import Communicator
 from ..comm.errors import is_transfer_failure
 from ..core.autograd import checkpoint_around, tensors_in
-from ..core.layer_state import LayerState, may_get_gradients
+from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
 from ..core.schedule import ForwardOrder, LearnedOrder, Passes
 from ..layer import states_in
@@ -183,7 +183,7 @@ class ModuleInside:
         module = self.module()
         return (
             any(parameter.requires_grad for parameter in module.parameters())
-            or any(map(may_get_gradients, states_in(module)))
+            or any(state.parameters.may_get_gradients() for state in states_in(module))
             or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         )
 
@@ -399,7 +399,7 @@ class Gates:
         runtime, (first, *_) = self._passes, self._passes.layers
         recorded = runtime.recorded()
         transfers = first.log.digest if first.communicator is runtime.communicator else 0
-        digest = hash((transfers, *(state.identity for state in recorded))) % 2**64
+        digest = hash((transfers, *(state.chunks.identity for state in recorded))) % 2**64
         return digest, lambda: [first.log.summary(), *(each.name_among_ranks for each in recorded)]
 
     def _ask(self, mine: Message, at: str, lines: Callable[[], Sequence[str]] = tuple) -> NextCall:
