@@ -154,7 +154,7 @@ class Gather:
         return f"gathers layer {self.layer.label}"
 
     def perform(self) -> None:
-        self.layer.gather()
+        self.layer.chunks.gather()
 
     def take_part(self) -> None:
         self.layer.take_part_in_gather()
