@@ -250,7 +250,7 @@ class CompareLogs:
     moves: ClassVar[bool] = True
 
     def perform(self) -> bool:
-        log, device = self.layer.log, self.layer.device
+        log, device = self.layer.chunks.log, self.layer.device
         if self.tells:
             log.tell(self.communicator, device)
         else:

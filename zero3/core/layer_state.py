@@ -15,7 +15,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import Subject
 from ..comm.log import TransferLog
 from .account import Account
-from .autograd import inside_backward, profiler_label, renew_versions
+from .autograd import inside_backward, profiler_label
 from .chunk import Chunk
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .full_buffer import Lifetime
@@ -117,9 +117,9 @@ class LayerState:
     ) -> None:
         self.subject = Subject(f"layer {label}", label)
         self.communicator = communicator
-        self.behaviour = behaviour
+        self.behaviour, self.device = behaviour, behaviour.device
         self.call = behaviour.call
-        self.chunks = LayerChunks(communicator, behaviour.device, self.subject)
+        self.chunks = LayerChunks(communicator, self.device, self.subject)
         self.parameters = LayerParameters(self.subject, communicator)
         self.gradients = new_gradients(self.subject)
         self.conductor = behaviour.conductor
@@ -154,10 +154,6 @@ class LayerState:
     @property
     def policy(self) -> Any:
         return self.behaviour.policy
-
-    @property
-    def device(self) -> torch.device:
-        return self.behaviour.device
 
     @property
     def log(self) -> TransferLog:
@@ -234,16 +230,13 @@ class LayerState:
                     for sharded in self.parameters.follow_requires_grad(chunk):
                         self.gradients.hook(sharded)
             self.parameters.show()
-        for chunk in self.chunks:
-            # [S2] older graphs hold old values: with a new version, torch's own check raises for
-            # them
-            if chunk.changed():
-                if inside_backward() and any(
-                    isinstance(part.parameter.grad, UsedGradient) for part in chunk.parts
-                ):
-                    raise stepped_already(self.label)
-                renew_versions([each.sites.parameter for each in self.parameters.of(chunk)])
-        self.parameters.note_versions()
+        # [S2] older graphs hold old values: with a new version, torch's own check raises for them
+        changed = [chunk for chunk in self.chunks if chunk.changed()]
+        if changed and inside_backward():
+            parts = [part for chunk in changed for part in chunk.parts]
+            if any(isinstance(part.parameter.grad, UsedGradient) for part in parts):
+                raise stepped_already(self.label)
+        self.parameters.note_versions(changed)
 
     def keep(self) -> None:
         """Hides the parameters as `release` does, but keeps the full buffer, so that a backward
@@ -252,7 +245,7 @@ class LayerState:
         # views of the buffer are in use, so the layer can't keep it
         if any(chunk.full.left for chunk in self.chunks):
             self.release(Lifetime.PASS)
-        elif self.presence is Presence.FETCHED and not self.pinned:
+        elif self.presence is Presence.FETCHED and not self.pins.number:
             self.parameters.hide()
             self.presence = Presence.KEPT
             self.parameters.invalidate_saved()
@@ -312,7 +305,7 @@ class LayerState:
 
     def check_unwritten(self) -> None:
         """Raises if a parameter was changed in place since it was shown."""
-        if self.presence is Presence.FETCHED and not self.pinned:
+        if self.presence is Presence.FETCHED and not self.pins.number:
             self.parameters.check_unwritten()
 
     def settle(self) -> None:

@@ -56,9 +56,6 @@ class LayerParameters:
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self._all)
 
-    def of(self, chunk: Chunk) -> list[ShardedParameter]:
-        return [sharded for sharded in self._all if sharded.chunk is chunk]
-
     def add(self, chunk: Chunk, parameters: list[ParameterSites]) -> list[ShardedParameter]:
         """Adds those of a chunk, in the order of its slots. `hide` comes next."""
         blank = not_a_number(chunk.compute_dtype, chunk.device)
@@ -119,7 +116,10 @@ class LayerParameters:
         for sharded in self._all:
             sharded.sites.hide_put_back()
 
-    def note_versions(self) -> None:
+    def note_versions(self, changed: Sequence[Chunk] = ()) -> None:
+        """Notes the versions, after new ones for the parameters of chunks that have changed."""
+        if changed:
+            renew_versions([each.sites.parameter for each in self._all if each.chunk in changed])
         self.versions = [sharded.sites.parameter._version for sharded in self._all]
 
     def invalidate_saved(self) -> None:
@@ -168,7 +168,7 @@ class LayerParameters:
 
     def follow_requires_grad(self, chunk: Chunk) -> list[ShardedParameter]:
         """Gives those of the chunk its `requires_grad`, after the caller has changed that."""
-        followed = self.of(chunk)
+        followed = [sharded for sharded in self._all if sharded.chunk is chunk]
         for sharded in followed:
             with as_plain_tensors():
                 sharded.sites.parameter.requires_grad_(chunk.trains)
