@@ -11,7 +11,7 @@ order of calls, which ranks have compared. In backward it is the trace of the fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..comm.communicator import Communicator
+from ..comm.log import TransferLog
 from .autograd import (
     checkpoint_around,
     graph_clock,
@@ -47,6 +48,42 @@ class Pace:
     resident_bytes: int  # of frozen full buffers that stay from step to step
 
 
+@dataclass(slots=True)
+class Pass:
+    """The last forward of the outermost modules: one of them, or several, one after another."""
+
+    trace: LayerTrace | None = None  # of the forward under way
+    last: LayerTrace | None = None  # of the last one, which another outermost module may continue
+    # whether no module may continue it, because ranks ran inside `resident` since
+    is_over: bool = False
+    own_pace: bool = False  # whether the forward under way is inside `resident`
+    # layers whose call is over and that are not released yet
+    lingering: list[LayerState] = field(default_factory=list)
+    # ids of the outermost modules called in it; references would keep them alive
+    called: set[int] = field(default_factory=set)
+
+
+class Comparisons:
+    """When ranks compare the transfers that they have made."""
+
+    def __init__(self, communicator: Communicator, log: TransferLog, every: int) -> None:
+        """`every`: so many transfers; 0: never here."""
+        self.log = log
+        self._communicator, self._every = communicator, every
+        self._tells = every > 1 and not communicator.tags_messages
+        self._due = every  # the number of transfers at which they are compared
+
+    def look(self, first: LayerState) -> None:
+        """At every forward if messages carry no layer's tag, and otherwise after `every`."""
+        log, comparison = self.log, CompareLogs(first, self._communicator, self._tells)
+        if self._tells:
+            log.look(but_last=log.history.behind)
+            first.conductor.conduct(comparison)
+        # the count keeps the log short, too; at 1 `Comparing` compares before each gather
+        elif log.count >= self._due > 1 and first.conductor.conduct(comparison):
+            self._due = log.count + self._every
+
+
 class Runtime:
     def __init__(
         self,
@@ -68,7 +105,7 @@ class Runtime:
         first = layers[0]
         self.communicator = first.communicator
         self.replays: dict[object, Any] = {}  # the collectives of micro-batches, for `step_guard`
-        self._device, self._log = first.device, first.log
+        self._device = first.device
         self._called_by, self._check_toggled = called_by, check_toggled
         self.stack = CallStack(dict.fromkeys(layers))
         self.layers = self.stack.layers
@@ -76,11 +113,9 @@ class Runtime:
         self._order: Order[LayerState] = own_order or LearnedOrder(
             layers if ordered else (), pace.depth, partial(compare_call, first.communicator)
         )
-        self._tells = (
-            own_order is None and pace.compare_every > 1 and not first.communicator.tags_messages
+        self._comparisons = Comparisons(
+            first.communicator, first.log, pace.compare_every if own_order is None else 0
         )
-        self._compare_every = pace.compare_every if own_order is None else 0
-        self._due = self._compare_every  # the number of transfers at which they are compared
         backups = first.communicator.duplicate() if pace.own_backup_group else first.communicator
         self.backward = Backward(
             self.stack,
@@ -89,18 +124,8 @@ class Runtime:
             pace.depth,
             makes_the_rest=own_order is not None,
         )
-        self._trace: LayerTrace | None = None  # the trace of the forward under way
-        # the trace of the last pass, which another outermost module may continue
-        self._open_trace: LayerTrace | None = None
-        # whether no module may continue that pass, because ranks ran inside `resident` since
-        self._pass_is_over = False
+        self._pass, self._passes = Pass(), 0
         self._any_stays, self._room = False, pace.resident_bytes
-        # own pace: the forward under way is inside `resident`
-        self._own_pace, self._passes = False, 0
-        # layers whose call is over and that are not released yet
-        self._lingering: list[LayerState] = []
-        # ids of the outermost modules called in this pass; references would keep them alive
-        self._called: set[int] = set()
         for state in self.layers:
             self._watch(state)
         self.note_lifetimes()
@@ -115,14 +140,14 @@ class Runtime:
     def awaits_backward(self) -> bool:
         """Whether the last pass has calls that no backward has reached."""
         return (
-            self._open_trace is not None
-            and bool(self._open_trace.calls)
-            and not self._open_trace.walked
+            self._pass.last is not None
+            and bool(self._pass.last.calls)
+            and not self._pass.last.walked
         )
 
     @property
     def in_forward(self) -> bool:
-        return self._trace is not None
+        return self._pass.trace is not None
 
     def serves(self, communicator: Communicator, device: torch.device) -> bool:
         return self.communicator.same_ranks(communicator) and self._device == device
@@ -154,11 +179,11 @@ class Runtime:
         another. A new pass begins if the module was called in the last pass already, or if a
         backward has ended since.
         """
-        if self._trace is not None:
+        if self._pass.trace is not None:
             return None
         if inside_backward():
             self.backward.recompute()
-            self._trace = self._new_trace()
+            self._pass.trace = self._new_trace()
             return False
         if self.backward.resting:
             self.backward.resting.go_on()
@@ -166,11 +191,11 @@ class Runtime:
         first.conductor.conduct(Round(first, Activity.FORWARD, begins=True))
         try:
             # all layers that it calls: then ranks may call it at different points, or not at all
-            self._own_pace = any(state.pins.resident for state in self.layers) and all(
+            self._pass.own_pace = any(state.pins.resident for state in self.layers) and all(
                 state.pins.resident for state in self._called_by(module) or self.layers
             )
-            if self._own_pace:
-                self._trace = self._new_trace()
+            if self._pass.own_pace:
+                self._pass.trace = self._new_trace()
             else:
                 self._meet_for_pass(module)
         except BaseException as failure:
@@ -179,33 +204,21 @@ class Runtime:
         return True
 
     def _meet_for_pass(self, module: nn.Module) -> None:
-        before = self._open_trace
+        before = self._pass.last
         continues = not (
-            before is None or before.walked or self._pass_is_over or id(module) in self._called
+            before is None or before.walked or self._pass.is_over or id(module) in self._pass.called
         )
         if not continues:
             self.reset(broken=False)
         if self._any_stays:
             first = self.layers[0]
             first.conductor.conduct(Look(first, self.layers, self.communicator))
-        self._compare_transfers(self.layers[0])
+        self._comparisons.look(self.layers[0])
         self._order.begin(continues=continues)
         if continues:
             self._release_lingering(keep=())  # an optimizer may have stepped since the last module
-        self._trace = before if continues else self._new_trace()
-        self._called.add(id(module))
-
-    def _compare_transfers(self, first: LayerState) -> None:
-        """Compares the ranks' transfers: at every forward if messages carry no layer's tag, and
-        otherwise after `compare_every`.
-        """
-        log, comparison = self._log, CompareLogs(first, self.communicator, self._tells)
-        if self._tells:
-            log.look(but_last=log.history.behind)
-            first.conductor.conduct(comparison)
-        # the count keeps the log short, too; at 1 `Comparing` compares before each gather
-        elif log.count >= self._due > 1 and first.conductor.conduct(comparison):
-            self._due = log.count + self._compare_every
+        self._pass.trace = before if continues else self._new_trace()
+        self._pass.called.add(id(module))
 
     def end_pass(self, *, began: bool, error: BaseException | None) -> None:
         """[F5] The outermost module's forward is over, or has raised `error`. `began`: what
@@ -218,7 +231,7 @@ class Runtime:
             else:
                 self._fail_pass(error)
         except BaseException as failure:
-            self._trace = self._open_trace = None
+            self._pass.trace = self._pass.last = None
             if began:
                 first.conductor.conduct(Round(first, Activity.FORWARD, False, failure))
             raise
@@ -228,12 +241,12 @@ class Runtime:
             first.conductor.conduct(Round(first, Activity.FORWARD, False, error))
 
     def _finish_pass(self) -> None:
-        if inside_backward() or self._own_pace:
-            self._trace = None
+        if inside_backward() or self._pass.own_pace:
+            self._pass.trace = None
             return
         self._order.finish(self.layers[0], self)
-        self._open_trace, self._trace = self._trace, None
-        kept = self._lingering if self._open_trace is not None and self._open_trace.calls else []
+        self._pass.last, self._pass.trace = self._pass.trace, None
+        kept = self._pass.lingering if self._pass.last is not None and self._pass.last.calls else []
         self.stack.await_no_calls()
         for state in self.layers:
             if state in kept:
@@ -242,33 +255,30 @@ class Runtime:
                 self.backward.release(state)
 
     def _fail_pass(self, error: BaseException) -> None:
-        if self.own_order is not None and not inside_backward() and not self._own_pace:
+        if self.own_order is not None and not inside_backward() and not self._pass.own_pace:
             self.own_order.fail(self.layers[0], self, error)
-        self._trace = self._open_trace = None
+        self._pass.trace = self._pass.last = None
 
     def _new_trace(self) -> LayerTrace:
         self._passes += 1
         if not inside_backward():
-            self._log.begin_pass()
+            self._comparisons.log.begin_pass()
         return CallTrace(serial=self._passes)
 
     def end_continuation(self) -> None:
         """The next outermost module begins a new pass. Every rank calls it before ranks go their
         own ways.
         """
-        self._pass_is_over = True
+        self._pass.is_over = True
 
     def reset(self, *, broken: bool = True) -> None:
         """Releases all layers and drops the present pass. See `Backward.reset` for the gradients.
 
         `broken`: layers that stay whole are released too.
         """
-        self._lingering.clear()
-        self._called.clear()
+        self._pass = Pass()
         if self.own_order is not None:
             self.own_order.forget_pass()
-        self._trace = self._open_trace = None
-        self._pass_is_over = False
         self.backward.reset(broken=broken)
 
     # -- the call of a layer
@@ -279,13 +289,13 @@ class Runtime:
         """
         # ranks do not compare: they may differ here
         inside = inside_backward()
-        opened = inside and self.backward.open_recomputed(state, self._open_trace)
+        opened = inside and self.backward.open_recomputed(state, self._pass.last)
         if state.pins.resident or (inside and self.backward.is_recomputing(state)):
             gone = (
                 state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.pins.resident
             )
             state.fetch()
-            start = self._trace.begin() if self._trace is not None else 0
+            start = self._pass.trace.begin() if self._pass.trace is not None else 0
             self.stack.frames.append(
                 Frame(
                     state,
@@ -298,7 +308,7 @@ class Runtime:
                 )
             )
             return
-        if self._trace is None:
+        if self._pass.trace is None:
             raise RuntimeError(
                 f"layer {state.label} was called outside a forward pass of its model"
             )
@@ -309,7 +319,7 @@ class Runtime:
             self._check_toggled(state, self.layers)
         for following in ahead:
             following.start_fetch()
-        self.stack.frames.append(Frame(state, self._trace.begin(), graph_clock()))
+        self.stack.frames.append(Frame(state, self._pass.trace.begin(), graph_clock()))
 
     def post_forward(self, state: LayerState, output: Any, kept: Any) -> Any:
         """[F4] Puts hooks on the graph, by which backward finds the layer. The layer is released at
@@ -318,7 +328,7 @@ class Runtime:
         `kept`: other places where the layer may have left tensors, such as its arguments and its
         modules' attributes.
         """
-        frame = self.stack.frames.pop()
+        frame, trace = self.stack.frames.pop(), self._pass.trace
         if state.pins.resident:
             if not transforms_under_way():  # their graphs end at their own arguments
                 self.backward.forbid(state, nodes_since(frame.clock, tensors_in((output, kept))))
@@ -333,10 +343,8 @@ class Runtime:
             # A reentrant checkpoint walks this graph itself; others drop it. A call around the
             # checkpoint is open: it gets these gradients too, and reduces them once.
             opened = frame.opened or self.backward.has_opened(state)
-            if self._trace is not None and nodes and not opened:
-                self.backward.follow(
-                    self._trace, self._trace.record(state, frame.start), nodes, mark=self
-                )
+            if trace is not None and nodes and not opened:
+                self.backward.follow(trace, trace.record(state, frame.start), nodes, mark=self)
             if frame.fetched_here:
                 self.backward.release(state)
             return output
@@ -354,33 +362,33 @@ class Runtime:
         )
         if not takes_part:
             self.backward.release(state)
-        elif (call := self.end_call(state, frame.start)) is not None and self._trace is not None:
-            self.backward.follow(self._trace, call, nodes, mark=self)
+        elif (call := self.end_call(state, frame.start)) is not None and trace is not None:
+            self.backward.follow(trace, call, nodes, mark=self)
         return output
 
     def begin_call(self, state: LayerState, ahead: Sequence[LayerState] = ()) -> int:
         """Begins the call of a layer that this rank leaves out, because other ranks may call it."""
         self._release_lingering(keep=[state, *ahead])
         # from here to `end_call` it stays, as a layer does that computes
-        self._lingering = [each for each in self._lingering if each is not state]
+        self._pass.lingering = [each for each in self._pass.lingering if each is not state]
         state.fetch()
         for following in ahead:
             following.start_fetch()
         if state.behaviour.modules > 1:
             self.stack.count_call(state, state.behaviour.modules)
-        return self._trace.begin() if self._trace is not None else 0
+        return self._pass.trace.begin() if self._pass.trace is not None else 0
 
     def end_call(self, state: LayerState, start: int) -> LayerCall | None:
         """Records a call for the backward. Without gradients it releases the layer and returns
         None.
         """
         graph = torch.is_grad_enabled()
-        if self._trace is None or not (graph or self._order.counts_without_graph):
+        if self._pass.trace is None or not (graph or self._order.counts_without_graph):
             self.backward.release(state)
             return None
-        self._lingering.append(state)
+        self._pass.lingering.append(state)
         recomputed = not graph or self._order.is_recomputed
-        call = self._trace.record(state, start, recomputed=recomputed)
+        call = self._pass.trace.record(state, start, recomputed=recomputed)
         # a recomputation reads them, too, and happens only on ranks where gradients arrive
         if not (
             state.behaviour.reads_weights
@@ -393,31 +401,33 @@ class Runtime:
 
     def recorded(self) -> tuple[LayerState, ...]:
         """The layers whose calls are recorded in the forward under way."""
-        return () if self._trace is None else tuple(call.layer for call in self._trace.calls)
+        return (
+            () if self._pass.trace is None else tuple(call.layer for call in self._pass.trace.calls)
+        )
 
     def unite(self, since: float) -> None:
         """See `CallTrace.unite`."""
-        if self._trace is not None:
-            self._trace.unite(since)
+        if self._pass.trace is not None:
+            self._pass.trace.unite(since)
 
     @property
     def now(self) -> int:
-        return 0 if self._trace is None else self._trace.now
+        return 0 if self._pass.trace is None else self._pass.trace.now
 
     def note_compared(self) -> None:
-        if self._trace is not None:
-            self._trace.note_compared()
+        if self._pass.trace is not None:
+            self._pass.trace.note_compared()
 
     def _release_lingering(self, keep: Iterable[LayerState]) -> None:
         kept = set(keep)
-        for state in self._lingering:
+        for state in self._pass.lingering:
             if state not in kept and state.behaviour.lifetime < Lifetime.PASS:
                 self.backward.release(state)
             elif state not in kept and not self.stack.is_under_way(state) and not inside_backward():
                 # hidden, so that another layer's use of its parameters is an error here too
                 state.keep()
-        self._lingering = [
-            state for state in self._lingering if state.presence is not Presence.RELEASED
+        self._pass.lingering = [
+            state for state in self._pass.lingering if state.presence is not Presence.RELEASED
         ]
 
 
