@@ -235,7 +235,7 @@ FAULTS = [
         "            pass\n",
         "core/exceptions",
     ),
-    Fault("stale graphs pass", "core/layer_state.py", " if chunk.changed()]", " if False]", "core/exceptions"),
+    Fault("stale graphs pass", "core/layer_state.py", "list(filter(Chunk.changed, self.chunks))", "[]", "core/exceptions"),
     Fault(
         "a broken backward leaves its half",
         "core/backward.py",

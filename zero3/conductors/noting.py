@@ -38,7 +38,7 @@ class Noting:
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
         layer = what.layer
-        log = layer.log if layer is not None else None
+        log = layer.chunks.log if layer is not None else None
         if log is None or log.ring is None:
             return self.inner.conduct(what, absent=absent)
         ring = self._ring
@@ -89,7 +89,7 @@ class Noting:
             return self.inner.conduct(what, absent=absent)
         finally:
             ring.turn(OUTSIDE)
-            ring.put(ring.code("outside"), what.layer.log.passes, 0)
+            ring.put(ring.code("outside"), what.layer.chunks.log.passes, 0)
 
 
 def keep_transfers(layers: Sequence[LayerState]) -> None:

@@ -217,11 +217,16 @@ class LayerState:
         """[fetch 4] Waits for the gather, and shows the parameters. Then the current stream may
         compute with them.
         """
-        if self.presence in (Presence.FETCHING, Presence.KEPT):
+        again = self.presence is Presence.FETCHED
+        if not again:
             with self.spans.wait:
                 for chunk in self.chunks:
                     chunk.finish_fetch()
-            self.parameters.check_places()
+            # before anything changes: the caller may put the parameter back
+            for sharded in self.parameters:
+                for module, attribute in sharded.sites.places:
+                    if module.__dict__.get(attribute) is not sharded.sites.parameter:
+                        self.parameters.check_put_back(sharded.sites, module, attribute)
             # set first: after an interrupt in between, release must hide every parameter
             self.presence = Presence.FETCHED
             for chunk in self.chunks:
@@ -229,14 +234,12 @@ class LayerState:
                     chunk.follow_requires_grad()
                     for sharded in self.parameters.follow_requires_grad(chunk):
                         self.gradients.hook(sharded)
-            self.parameters.show()
-        # [S2] older graphs hold old values: with a new version, torch's own check raises for them
-        changed = [chunk for chunk in self.chunks if chunk.changed()]
+        changed = list(filter(Chunk.changed, self.chunks))
         if changed and inside_backward():
             parts = [part for chunk in changed for part in chunk.parts]
             if any(isinstance(part.parameter.grad, UsedGradient) for part in parts):
                 raise stepped_already(self.label)
-        self.parameters.note_versions(changed)
+        self.parameters.show(changed, again=again)
 
     def keep(self) -> None:
         """Hides the parameters as `release` does, but keeps the full buffer, so that a backward
@@ -304,9 +307,20 @@ class LayerState:
                     chunk.full.let_escape(tensor)
 
     def check_unwritten(self) -> None:
-        """Raises if a parameter was changed in place since it was shown."""
-        if self.presence is Presence.FETCHED and not self.pins.number:
-            self.parameters.check_unwritten()
+        """Raises if a parameter was changed in place since it was shown, because a release would
+        lose the change.
+        """
+        if self.presence is not Presence.FETCHED or self.pins.number:
+            return
+        for sharded, version in zip(self.parameters, self.parameters.versions, strict=True):
+            if sharded.sites.parameter._version != version and not sharded.chunk.resident:
+                sharded.chunk.full.forget()
+                raise RuntimeError(
+                    f"rank {self.communicator.rank}: while layer {self.label} computed, parameter "
+                    f"{sharded.sites.name!r} was changed in place, which the ranks' chunks can't "
+                    "follow. Change it between steps, inside `with zero3.full_params(module, "
+                    "writeback=True):`, or make it a buffer."
+                )
 
     def settle(self) -> None:
         """The host waits until no device reads the layer's chunks where they rest."""

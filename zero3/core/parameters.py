@@ -4,7 +4,7 @@ it is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -38,13 +38,13 @@ class ShardedParameter:
         return self.chunk.views[self.index]
 
 
-class LayerParameters:
+class LayerParameters(list[ShardedParameter]):
     """The parameters of one layer, in the order of its chunks and of their slots."""
 
     def __init__(self, subject: Subject, communicator: Communicator) -> None:
         """`subject`: the layer, for errors."""
+        super().__init__()
         self._subject, self._communicator = subject, communicator
-        self._all: list[ShardedParameter] = []
         self._out_of_order: list[nn.Module] = []
         # their versions while the layer was fetched; graphs save these
         self.versions: list[int] = []
@@ -52,9 +52,6 @@ class LayerParameters:
         self.toggled = False
         # the root's, if it owns some inside this layer
         self._lent_to: LayerParameters | None = None
-
-    def __iter__(self) -> Iterator[ShardedParameter]:
-        return iter(self._all)
 
     def add(self, chunk: Chunk, parameters: list[ParameterSites]) -> list[ShardedParameter]:
         """Adds those of a chunk, in the order of its slots. `hide` comes next."""
@@ -67,7 +64,8 @@ class LayerParameters:
                 sites.replace(nn.Parameter(stand_in, old.requires_grad))
                 become(old, ReleasedParameter)  # whoever kept it, such as an optimizer, is told
             added.append(ShardedParameter(sites, chunk, index, stand_in))
-        self._take([*self._all, *added])
+        self += added
+        self._out_of_order = shown_out_of_order(self)
         return added
 
     def move_into(self, chunks: Sequence[Chunk]) -> None:
@@ -79,68 +77,59 @@ class LayerParameters:
         }
         moved = [
             ShardedParameter(sharded.sites, *places[sharded.sites.name], sharded.stand_in)
-            for sharded in self._all
+            for sharded in self
         ]
-        self._take(sorted(moved, key=lambda each: (chunks.index(each.chunk), each.index)))
-        self.note_versions()
-
-    def _take(self, parameters: list[ShardedParameter]) -> None:
-        self._all, self._out_of_order = parameters, shown_out_of_order(parameters)
+        self[:] = sorted(moved, key=lambda each: (chunks.index(each.chunk), each.index))
+        self._out_of_order = shown_out_of_order(self)
+        self.versions = [sharded.sites.parameter._version for sharded in self]
 
     # -- shown and hidden
 
-    def show(self) -> None:
+    def show(self, changed: Sequence[Chunk], *, again: bool) -> None:
         """[fetch 5] Shows each parameter, and sets its version: graphs that saved the parameter at
-        this version stay valid.
+        this version stay valid. `again`: they are shown already.
+
+        [S2] Where a chunk has `changed`, older graphs hold old values: with a new version, torch's
+        own check raises for them.
         """
         saved, saved_at = [], []
-        for sharded, version in zip(self._all, self.versions, strict=True):
+        for sharded, version in zip(self, self.versions, strict=True) if not again else ():
             sites, chunk = sharded.sites, sharded.chunk
             sites.show(chunk.full.views[sharded.index])
             if chunk.tracks_versions:
                 saved.append(sites.parameter)
                 saved_at.append(version)
         restore_versions(tuple(saved), tuple(saved_at))
-        for module in self._out_of_order:
+        for module in self._out_of_order if not again else ():
             restore_order(module)
+        if changed:
+            renew_versions([each.sites.parameter for each in self if each.chunk in changed])
+        self.versions = [sharded.sites.parameter._version for sharded in self]
 
     def hide(self) -> None:
         versions = list[int]()
-        for sharded in self._all:
+        for sharded in self:
             sites, full = sharded.sites, sharded.chunk.full
             versions.append(sites.parameter._version)
             sites.hide(full.views[sharded.index] if full.shows_released else sharded.stand_in)
         self.versions = versions
 
     def hide_put_back(self) -> None:
-        for sharded in self._all:
+        for sharded in self:
             sharded.sites.hide_put_back()
-
-    def note_versions(self, changed: Sequence[Chunk] = ()) -> None:
-        """Notes the versions, after new ones for the parameters of chunks that have changed."""
-        if changed:
-            renew_versions([each.sites.parameter for each in self._all if each.chunk in changed])
-        self.versions = [sharded.sites.parameter._version for sharded in self._all]
 
     def invalidate_saved(self) -> None:
         """Gives hidden parameters a new version, so that torch raises its own error if a backward
         would read one.
         """
-        renew_versions([each.sites.parameter for each in self._all if each.chunk.tracks_versions])
+        renew_versions([each.sites.parameter for each in self if each.chunk.tracks_versions])
 
     # -- what a caller may have done to them
 
-    def check_places(self) -> None:
-        """Raises if a place has not the hidden parameter, before anything changes: the caller may
-        put it back.
+    def check_put_back(self, sites: ParameterSites, module: nn.Module, attribute: str) -> None:
+        """Raises if a place that has not the hidden parameter has another one. If it was put back,
+        its module lists it; if another one was refused, nothing is there.
         """
-        for sharded in self._all:
-            for module, attribute in sharded.sites.places:
-                if module.__dict__.get(attribute) is not sharded.sites.parameter:
-                    self._check_put_back(sharded.sites, module, attribute)
-
-    def _check_put_back(self, sites: ParameterSites, module: nn.Module, attribute: str) -> None:
-        """If it was put back, its module lists it; if another one was refused, nothing is there."""
         found = module._parameters.get(attribute, module.__dict__.get(attribute, sites.parameter))
         if found is not sites.parameter:
             raise RuntimeError(
@@ -152,23 +141,9 @@ class LayerParameters:
                 "`with zero3.resident(model):`."
             )
 
-    def check_unwritten(self) -> None:
-        """Raises if one was changed in place since it was shown, because a release would lose the
-        change.
-        """
-        for sharded, version in zip(self._all, self.versions, strict=True):
-            if sharded.sites.parameter._version != version and not sharded.chunk.resident:
-                sharded.chunk.full.forget()
-                raise RuntimeError(
-                    f"rank {self._communicator.rank}: while layer {self._subject.label} computed, "
-                    f"parameter {sharded.sites.name!r} was changed in place, which the ranks' "
-                    "chunks can't follow. Change it between steps, inside `with "
-                    "zero3.full_params(module, writeback=True):`, or make it a buffer."
-                )
-
     def follow_requires_grad(self, chunk: Chunk) -> list[ShardedParameter]:
         """Gives those of the chunk its `requires_grad`, after the caller has changed that."""
-        followed = [sharded for sharded in self._all if sharded.chunk is chunk]
+        followed = [sharded for sharded in self if sharded.chunk is chunk]
         for sharded in followed:
             with as_plain_tensors():
                 sharded.sites.parameter.requires_grad_(chunk.trains)
@@ -189,17 +164,15 @@ class LayerParameters:
         return any(owner._train() for owner in (self, self._lent_to) if owner is not None)
 
     def _train(self) -> bool:
-        if not any(sharded.chunk.shard.requires_grad for sharded in self._all):
+        if not any(sharded.chunk.shard.requires_grad for sharded in self):
             return False
-        return not self.toggled or any(
-            sharded.sites.parameter.requires_grad for sharded in self._all
-        )
+        return not self.toggled or any(sharded.sites.parameter.requires_grad for sharded in self)
 
     def find_toggled(self) -> list[ShardedParameter]:
         """Those whose `requires_grad` differs from their chunk's."""
         found = [
             sharded
-            for sharded in self._all
+            for sharded in self
             if sharded.sites.parameter.requires_grad != sharded.chunk.trains
         ]
         self.toggled = bool(found)

@@ -49,7 +49,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Pass:
+class PresentPass:
     """The last forward of the outermost modules: one of them, or several, one after another."""
 
     trace: LayerTrace | None = None  # of the forward under way
@@ -124,7 +124,7 @@ class Runtime:
             pace.depth,
             makes_the_rest=own_order is not None,
         )
-        self._pass, self._passes = Pass(), 0
+        self._pass, self._passes = PresentPass(), 0
         self._any_stays, self._room = False, pace.resident_bytes
         for state in self.layers:
             self._watch(state)
@@ -276,7 +276,7 @@ class Runtime:
 
         `broken`: layers that stay whole are released too.
         """
-        self._pass = Pass()
+        self._pass = PresentPass()
         if self.own_order is not None:
             self.own_order.forget_pass()
         self.backward.reset(broken=broken)
