@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 import zero3
 from tests.support.inside import states_of
 from tests.support.live import LonelyCommunicator
-from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from zero3.comm import streams
 from zero3.diagnose import timeline
 from zero3.diagnose.timeline import LayerProfile, Profile, Span, Transfer
@@ -156,6 +156,21 @@ def test_what_travels_in_a_format_counts_the_bytes_of_the_format() -> None:
 
     for told, moved in run_ranks(3, body):
         assert told == pytest.approx(moved, rel=0.01)  # without the trailers of gradients
+
+
+def test_sums_over_replicas_of_what_came_in_a_format_are_float32() -> None:
+    def body(group: ThreadMesh) -> int:
+        model = zero3.Zero3Layer(
+            nn.Linear(64, 64, bias=False),
+            process_group=group,
+            policy=zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_format=zero3.Int8()),
+        )
+        with zero3.profile(model) as found:
+            model(torch.ones(2, 64)).sum().backward()
+        gathered, reduced = (each.nbytes for each in sorted(found.transfers, key=lambda each: each.kind == "backup")[:2])
+        return found.nbytes - gathered - reduced
+
+    assert run_mesh(2, 2, body) == [64 * 64 // 2 * 4] * 4
 
 
 @pytest.mark.parametrize("how", ["models", "layers"])

@@ -380,6 +380,8 @@ def _reduced(layer: LayerState) -> dict[str, Iterator[int]]:
         for chunk, account in layer.gradients.accounts.items()
         if chunk.shard.requires_grad
     ]
+    # what came in a format was summed in float32
+    sums = (4 if isinstance(stage, CodedReduceScatter) else width for _, stage, width in trained)
     return {
         "backup": (
             (chunk.at.layout.world_size - 1) * stage.rows[chunk.index].nbytes
@@ -389,7 +391,7 @@ def _reduced(layer: LayerState) -> dict[str, Iterator[int]]:
         ),
         "replicas": (
             2 * chunk.shard.numel() * width * (replicas - 1) // replicas
-            for chunk, _, width in trained
+            for (chunk, *_), width in zip(trained, sums, strict=True)
         ),
     }
 
