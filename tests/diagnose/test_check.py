@@ -53,6 +53,35 @@ def test_check_agrees_and_changes_nothing(world_size: int, reduction: Any) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("policy", "frozen"),
+    [
+        (ShardingPolicy(quantize=zero3.NF4()), "1"),
+        (ShardingPolicy(quantize=zero3.Int8()), "1"),
+        (ShardingPolicy(ignored=lambda name, info: name.startswith("0.")), "1"),
+        (ShardingPolicy(ignored=lambda name, info: name.startswith("0."), gradient_reduction="sum"), ""),
+        (ShardingPolicy(quantize=zero3.NF4(), param_dtype=torch.bfloat16), "1"),
+    ],
+)
+def test_check_takes_parameters_of_formats_and_those_that_are_left_alone(policy: ShardingPolicy, frozen: str, world_size: int) -> None:
+    def body(group: ThreadCommunicator) -> Any:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for number, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(7 * group.rank + number))
+        if frozen:
+            model[int(frozen)].requires_grad_(False)
+        batch = torch.randn(3, 64, generator=torch.Generator().manual_seed(group.rank))
+
+        def wrap(model: nn.Module) -> nn.Module:
+            return zero3.shard(model, nn.Linear, policy=policy, process_group=process_group(group))
+
+        return zero3.check(model, batch, lambda model, batch: model(batch).float().square().mean(), wrap=wrap)
+
+    for report in run_ranks(world_size, body):
+        assert report.first is None and report.compared == 1 + 6 + (4 if frozen else 6)
+
+
 def test_check_names_the_first_parameter_that_differs() -> None:
     model = mlp()
     with changed_gradients(lambda name, gradient: gradient * 2 if name.endswith("bias") else gradient):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 import zero3
 from tests.support.inside import states_of
 from tests.support.live import LonelyCommunicator
-from tests.support.ranks import ThreadCommunicator, run_ranks
+from tests.support.ranks import ThreadCommunicator, ThreadMesh, run_mesh, run_ranks
 from zero3.comm import streams
 from zero3.diagnose import timeline
 from zero3.diagnose.timeline import LayerProfile, Profile, Span, Transfer
@@ -138,6 +138,59 @@ def test_smaller_dtypes_are_fewer_bytes() -> None:
     with zero3.profile(model) as found:
         step(model)
     assert found.layers[0].nbytes == numel(0) // RANKS * (2 + 2 + 4)
+
+
+def test_what_travels_in_a_format_counts_the_bytes_of_the_format() -> None:
+    """A chunk that is frozen travels as it is."""
+
+    def body(group: ThreadCommunicator) -> tuple[int, int]:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False).requires_grad_(number != 1) for number in range(3)))
+        formats = zero3.ShardingPolicy(gather_format=zero3.Float8(), reduce_format=zero3.Int8())
+        zero3.shard(model, nn.Linear, process_group=group, policy=formats)
+        model(torch.ones(2, 64)).sum().backward()
+        group.log.clear()
+        with zero3.profile(model) as found:
+            model(torch.ones(2, 64)).sum().backward()
+        whole = [each.numel * each.dtype.itemsize for each in group.log if each.kind in ("all_gather", "all_to_all")]
+        return found.nbytes, sum(whole) * 2 // 3
+
+    for told, moved in run_ranks(3, body):
+        assert told == pytest.approx(moved, rel=0.01)  # without the trailers of gradients
+
+
+def test_sums_over_replicas_of_what_came_in_a_format_are_float32() -> None:
+    def body(group: ThreadMesh) -> int:
+        model = zero3.Zero3Layer(
+            nn.Linear(64, 64, bias=False),
+            process_group=group,
+            policy=zero3.ShardingPolicy(param_dtype=torch.bfloat16, reduce_format=zero3.Int8()),
+        )
+        with zero3.profile(model) as found:
+            model(torch.ones(2, 64)).sum().backward()
+        gathered, reduced = (each.nbytes for each in sorted(found.transfers, key=lambda each: each.kind == "backup")[:2])
+        return found.nbytes - gathered - reduced
+
+    assert run_mesh(2, 2, body) == [64 * 64 // 2 * 4] * 4
+
+
+@pytest.mark.parametrize("how", ["models", "layers"])
+def test_layers_of_one_name_have_lines_of_their_own(how: str) -> None:
+    """Those of several models, and those that were wrapped by hand and know no place."""
+
+    def body(group: ThreadCommunicator) -> list[tuple[str, int]]:
+        def sharded() -> nn.Module:
+            return zero3.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear, process_group=group)
+
+        model = nn.ModuleDict({"a": sharded(), "b": sharded()})
+        if how == "layers":
+            model = nn.ModuleDict({name: zero3.Zero3Layer(nn.Linear(8, 8), process_group=group) for name in "ab"})
+        with zero3.profile(model) as found:
+            model["b"](model["a"](torch.ones(2, 8))).sum().backward()
+        return [(layer.label, layer.backups) for layer in found.layers if "root" not in layer.label]
+
+    layers = [(f"layer Linear at '{name}'", 1) for name in "ab"]
+    models = [(f"layer '{number}' (Linear) at '{name}.{number}'", 1) for name in "ab" for number in range(2)]
+    assert run_ranks(2, body) == [models if how == "models" else layers] * 2
 
 
 def test_nothing_is_left_behind_and_nothing_is_changed() -> None:

@@ -193,6 +193,28 @@ def test_batch_finder_refuses_batches_by_name() -> None:
             finder.micro_batches(torch.zeros(2 + rank, 3))
         with pytest.raises(RuntimeError, match="was not entered"):
             list(finder.micro_batches(torch.zeros(2, 3)))
+        for micro in finder.micro_batches(batch_of(rank, 0, 1)):
+            with micro:
+                model(micro.data).sum().backward()
+        with pytest.raises(RuntimeError, match="was entered twice"), micro:
+            pass
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError)])
+def test_batch_finder_refuses_a_number_of_rows_that_was_set_later(wrong: Any, kind: type[Exception]) -> None:
+    """-1 went over a batch without an end, and 0 took all of it."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = model_of(group)
+        finder = zero3.BatchFinder(model)
+        assert sum(run_batch(finder, batch_of(group.rank, 0, 3))) == 3
+        finder.batch_size = wrong if group.rank else 2
+        with pytest.raises(kind, match=f"rank 1: batch_size must be .* found {wrong}"):
+            finder.micro_batches(batch_of(group.rank, 1, 3))
+        finder.batch_size = 2
+        assert run_batch(finder, batch_of(group.rank, 2, 3)) == [2, 1]
 
     run_ranks(2, body)
 

@@ -313,6 +313,7 @@ def test_causal_lm_loss_under_autocast_and_checkpointing_on_ranks() -> None:
         (llama, {"logits_to_keep": 2}, "logits_to_keep"),
         (llama, {"labels": None}, "needs labels"),
         (llama, {"reduction": "none"}, "reduction"),
+        (llama, {"reduction": "sum", "num_items_in_batch": 7}, "num_items_in_batch divides"),
         (lambda: t.T5ForConditionalGeneration(t.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)), {}, "encoder-decoder"),
         (lambda: t.LlamaModel(CONFIG), {}, "output embeddings"),
     ],

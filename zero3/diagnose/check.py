@@ -19,7 +19,7 @@ from ..core.layer_state import LayerState
 from ..core.parameters import ShardedParameter
 from ..layer import Zero3Layer
 from ..optim.gradients import full_gradients
-from ..policy import ShardingPolicy, dtypes_at_the_edges, gradient_dtype
+from ..policy import ShardingPolicy, compute_dtype, dtypes_at_the_edges, gradient_dtype
 from ..shard import shard
 from ..tables import table
 
@@ -109,8 +109,10 @@ def check(
 
     The unsharded copy's gradients are averaged over ranks by plain all-reduces. Both copies begin
     with rank 0's values and the same random numbers. Where policies cast parameters, inputs,
-    outputs or gradients, the unsharded copy casts them alike. Every rank calls it, with its own
-    batch, and holds the whole model several times: use a small one.
+    outputs or gradients, the unsharded copy casts them alike. Where `quantize` rounds parameters,
+    it computes with the rounded values. Gradients of parameters that `ignored` leaves alone are
+    reduced over ranks in both. Every rank calls it, with its own batch, and holds the whole model
+    several times: use a small one.
 
     Args:
         model: Not sharded; it stays as it is.
@@ -150,17 +152,18 @@ def check(
     wrap = wrap or partial(shard, policy=policy, process_group=process_group)
     sharded, plain = wrap(copy.deepcopy(model)), copy.deepcopy(model)
     first = states_of(sharded)[0]
-    communicator = first.communicator
-    for tensor in [*plain.parameters(), *plain.buffers()]:
-        if communicator.world_size > 1:
-            communicator.broadcast(tensor.detach())
-    places = _places(sharded)
-    for name, parameter in plain.named_parameters():
-        if parameter.requires_grad:  # a master copy, as the chunks are
-            parameter.data = parameter.data.to(places[name].sharded.chunk.shard.dtype)
+    places, alone = _places(sharded)
+    _begin_alike(plain, sharded, places, alone)
     step = partial(_step, batch=batch, loss=loss, device=first.device)
     expected = {"loss": {"": _plain_step(plain, sharded, places, step)}}
     found = {"loss": {"": step(sharded)}}
+    reduced = {
+        name: _over_ranks(each, each.grad, first)
+        for name, each in alone.items()
+        if each.requires_grad
+    }
+    for name, gradient in reduced.items():
+        alone[name].grad = gradient
     expected["gradient"] = {
         n: torch.zeros_like(p) if p.grad is None else p.grad
         for n, p in plain.named_parameters()
@@ -168,11 +171,11 @@ def check(
     }
     with full_gradients(sharded) as gathered:
         found["gradient"] = {
-            name: gathered.get(name, torch.zeros_like(value))
+            name: (reduced | gathered).get(name, torch.zeros_like(value))
             for name, value in expected["gradient"].items()
         }
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    torch.optim.SGD(get_trainable_chunk(sharded), lr=0.1).step()
+    torch.optim.SGD([*get_trainable_chunk(sharded), *alone.values()], lr=0.1).step()
     expected["value after the step"] = {name: p.detach() for name, p in plain.named_parameters()}
     with full_params(sharded):
         found["value after the step"] = {
@@ -209,16 +212,60 @@ class _Place(NamedTuple):
     state: LayerState
     sharded: ShardedParameter
 
+    @property
+    def in_format(self) -> bool:
+        return not self.sharded.chunk.compute_dtype.is_floating_point
 
-def _places(model: nn.Module) -> dict[str, _Place]:
-    """Returns each parameter's place by its own name. All ranks call it."""
+    @property
+    def computed(self) -> torch.dtype:
+        own = self.sharded.sites.parameter.dtype
+        gathered = self.sharded.chunk.compute_dtype
+        return compute_dtype(self.state.policy, own) if self.in_format else gathered
+
+
+def _places(model: nn.Module) -> tuple[dict[str, _Place], dict[str, nn.Parameter]]:
+    """Returns each parameter's place by its own name, and the parameters that a policy leaves
+    alone. All ranks call it.
+    """
     with full_params(model):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
+        named = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    places = {
         names[id(each.sites.parameter)]: _Place(state, each)
         for state in states_of(model)
         for each in state.parameters
     }
+    return places, {name: each for name, each in named.items() if name not in places}
+
+
+def _begin_alike(
+    plain: nn.Module,
+    sharded: nn.Module,
+    places: dict[str, _Place],
+    alone: dict[str, nn.Parameter],
+) -> None:
+    """Gives both copies rank 0's values, and `plain` those that formats make of them."""
+    communicator = states_of(sharded)[0].communicator
+    for tensor in [*plain.parameters(), *plain.buffers(), *alone.values()]:
+        if communicator.world_size > 1:
+            communicator.broadcast(tensor.detach())
+    with full_params(sharded):
+        for name, parameter in sharded.named_parameters():
+            if name in places and places[name].in_format:
+                plain.get_parameter(name).data.copy_(parameter.detach().clone())
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad and name in places:  # a master copy, as the chunks are
+            parameter.data = parameter.data.to(places[name].sharded.chunk.shard.dtype)
+
+
+def _over_ranks(parameter: nn.Parameter, found: Tensor | None, state: LayerState) -> Tensor:
+    """The gradient of all ranks, from this rank's."""
+    gradient = torch.zeros_like(parameter) if found is None else found
+    if state.communicator.world_size > 1:
+        state.communicator.all_reduce(gradient)
+        if state.policy.gradient_reduction == "mean":
+            gradient /= state.communicator.world_size
+    return gradient
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -229,7 +276,9 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _tolerance(place: _Place) -> float:
-    stored, computed = place.sharded.chunk.shard.dtype, place.sharded.chunk.compute_dtype
+    stored, computed = place.sharded.chunk.shard.dtype, place.computed
+    if place.in_format:
+        stored = computed
     reduced = gradient_dtype(place.state.policy, computed)
     narrowest = min(dtype.itemsize for dtype in (stored, computed, reduced))
     return _OF_HALF if narrowest < 4 else _OF_SINGLE if narrowest < 8 else _OF_DOUBLE
@@ -264,18 +313,16 @@ def _plain_step(
     for name, parameter in plain.named_parameters():
         if not parameter.requires_grad:
             continue
-        state, chunk = places[name].state, places[name].sharded.chunk
-        found = gradients[name]
-        if found is None and state.communicator.world_size == 1:
+        found, first = gradients[name], states_of(sharded)[0]
+        if found is None and first.communicator.world_size == 1:
             continue
-        gradient = (torch.zeros_like(parameter) if found is None else found).to(
-            gradient_dtype(state.policy, chunk.compute_dtype)
-        )
-        if state.communicator.world_size > 1:
-            state.communicator.all_reduce(gradient)
-            if state.policy.gradient_reduction == "mean":
-                gradient /= state.communicator.world_size
-        parameter.grad = gradient.to(parameter.dtype)
+        place = places.get(name)
+        if place is None:
+            parameter.grad = _over_ranks(parameter, found, first)
+            continue
+        reduced = gradient_dtype(place.state.policy, place.computed)
+        found = torch.zeros_like(parameter, dtype=reduced) if found is None else found.to(reduced)
+        parameter.grad = _over_ranks(parameter, found, place.state).to(parameter.dtype)
     return value
 
 
@@ -283,7 +330,8 @@ def _cast_alike(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place])
     """A copy with the dtypes of computation, whose modules cast what the layers cast."""
     computing = copy.deepcopy(plain)
     for name, parameter in computing.named_parameters():
-        parameter.data = parameter.data.to(places[name].sharded.chunk.compute_dtype)
+        if name in places:
+            parameter.data = parameter.data.to(places[name].computed)
     for name, module in sharded.named_modules():
         state = module._state if isinstance(module, Zero3Layer) else vars(module).get("_zero3_root")
         if state is not None:

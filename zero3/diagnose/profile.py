@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,11 @@ from ..core.chunk import Chunk
 from ..core.collectives import Collective, Conductor, Fetch, Gather, Reduce, chain
 from ..core.layer_state import LayerState
 from ..experts.at_home import Trip, Way, rows_of
-from ..layer import layers_of
+from ..layer import Zero3Layer, layers_of
 from ..policy import gradient_dtype
 from ..sequences.exchange import Exchange
 from ..towers.gates import Gate
+from ..wires.coded import Coded, CodedReduceScatter
 from .timeline import Kind, Phase, Profile, Span, Transfer
 
 __all__: list[str] = []
@@ -68,14 +69,14 @@ def profile(model: nn.Module) -> Iterator[Profile]:
         yield result
     finally:
         recorder.detach()
-    recorder.fill(result, states[0].policy.prefetch_depth)
+    recorder.fill(result, _names_of(model, states), states[0].policy.prefetch_depth)
 
 
 @dataclass(eq=False, slots=True)
 class _Moving:
     """A transfer, and its moments by the clock. The attributes are those of `Transfer`."""
 
-    layer: str
+    layer: LayerState | None  # None: of a read, which is not told
     kind: Kind
     phase: Phase
     nbytes: int
@@ -88,7 +89,7 @@ class _Moving:
 class _Now(NamedTuple):
     """What is conducted now."""
 
-    layer: str
+    layer: LayerState | None
     kind: Kind
     sizes: dict[str, Iterator[int]]  # of each of its transfers that follows, by lane
 
@@ -155,17 +156,17 @@ class _Timed:
         if isinstance(what, Fetch | Reduce):
             recorder.close()
         if isinstance(what, Gather):
-            now = _Now(what.layer.subject.name, "fetch", {"fetch": iter(_gathered(what.layer))})
+            now = _Now(what.layer, "fetch", {"fetch": iter(_gathered(what.layer))})
         elif isinstance(what, Reduce):
-            now = _Now(what.layer.subject.name, "backup", _reduced(what.layer))
+            now = _Now(what.layer, "backup", _reduced(what.layer))
         begin = time.perf_counter()
         result = recorder.during(now, partial(self.inner.conduct, what, absent=absent))
         if isinstance(what, Gate):
             recorder.gates.append(time.perf_counter() - begin)
         elif isinstance(what, Fetch):
-            recorder.computes(what.layer.subject.name)
+            recorder.computes(what.layer)
         elif isinstance(what, Trip) and what.way is Way.COUNTS and not absent:
-            recorder.count_rows(what.layer.subject.name, *map(rows_of, result))
+            recorder.count_rows(what.layer, *map(rows_of, result))
         return result
 
 
@@ -177,17 +178,17 @@ class _Recorder:
         self.transfers: list[_Moving] = []
         self.gates: list[float] = []  # seconds
         self.now: _Now | None = None
-        self._spans: list[tuple[str, Phase, object, object]] = []
-        self._running: tuple[str, Phase, object] | None = None
+        self._spans: list[tuple[LayerState, Phase, object, object]] = []
+        self._running: tuple[LayerState, Phase, object] | None = None
         # the layers whose forwards are under way, outer before inner
-        self._forwards: list[str] = []
+        self._forwards: list[LayerState] = []
         self._undo: list[Callable[[], object]] = []
         self._start: object = None
         self._stop: object = None
         # of each layer with experts at home: this rank's rows that went to each rank, and how many
         # came from all
-        self._rows: dict[str, list[int]] = {}
-        self._came = Counter[str]()
+        self._rows: dict[LayerState, list[int]] = {}
+        self._came = Counter[LayerState]()
 
     # -- begin and end
 
@@ -224,14 +225,16 @@ class _Recorder:
         while self._undo:
             self._undo.pop()()
 
-    def fill(self, result: Profile, prefetch_depth: int) -> None:
+    def fill(
+        self, result: Profile, names: Mapping[LayerState | None, str], prefetch_depth: int
+    ) -> None:
         def at(moment: object) -> float:
             return self.clock.seconds(self._start, moment)
 
-        spans = [Span(layer, phase, at(begin), at(end)) for layer, phase, begin, end in self._spans]
+        spans = [Span(names[layer], phase, at(b), at(e)) for layer, phase, b, e in self._spans]
         transfers = [
             Transfer(
-                t.layer,
+                names[t.layer],
                 t.kind,
                 t.phase,
                 t.nbytes,
@@ -240,19 +243,23 @@ class _Recorder:
             for t in self.transfers
         ]
         busiest = {
-            layer: max(rows) * len(rows) / sum(rows)
+            names[layer]: max(rows) * len(rows) / sum(rows)
             for layer, rows in self._rows.items()
             if any(rows)
         }
         result.loads.update(
-            {layer: self._came[layer] / sum(self._rows[layer]) for layer in busiest}
+            {
+                names[layer]: self._came[layer] / sum(rows)
+                for layer, rows in self._rows.items()
+                if any(rows)
+            }
         )
         result.gates.extend(self.gates)
         result._finish(at(self._stop), spans, transfers, prefetch_depth, busiest)
 
     # -- what the conductor tells
 
-    def computes(self, layer: str) -> None:
+    def computes(self, layer: LayerState) -> None:
         """From now on, this layer does."""
         phase = _phase()
         if phase == "forward":
@@ -267,7 +274,7 @@ class _Recorder:
             self.now = before
 
     def exchange(self, what: Exchange, perform: Callable[[], Any]) -> Any:
-        layer = what.layer.subject.name if self._running is None else self._running[0]
+        layer = what.layer if self._running is None else self._running[0]
         with self.standstill():
             begin = self.clock.now()
             result = perform()
@@ -277,14 +284,14 @@ class _Recorder:
         )
         return result
 
-    def count_rows(self, layer: str, rows: list[int], came: list[int]) -> None:
+    def count_rows(self, layer: LayerState, rows: list[int], came: list[int]) -> None:
         """So many rows of tokens go to the ranks that have experts, and come from them."""
         self._came[layer] += sum(came)
         before = self._rows.setdefault(layer, [0] * len(rows))
         self._rows[layer] = [count + more for count, more in zip(before, rows, strict=True)]
 
     def begin_transfer(self, lane: str) -> _Moving:
-        now = self.now or _Now("", "fetch", {})  # of a read, which is not told
+        now = self.now or _Now(None, "fetch", {})  # of a read, which is not told
         nbytes = next(now.sizes.get(lane, iter(())), 0)
         return _Moving(now.layer, now.kind, _phase(), nbytes, self.clock.now())
 
@@ -305,8 +312,8 @@ class _Recorder:
 
     # -- spans of computation
 
-    def _open(self, name: str, phase: Phase) -> None:
-        self._running = (name, phase, self.clock.now())
+    def _open(self, layer: LayerState, phase: Phase) -> None:
+        self._running = (layer, phase, self.clock.now())
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
@@ -338,24 +345,52 @@ def _untime(state: LayerState) -> None:
         each.chunks.go_through(lanes._replace(**{n: lane.inner for n, lane in timed.items()}))
 
 
+def _names_of(model: nn.Module, states: list[LayerState]) -> dict[LayerState | None, str]:
+    """The layers' names. Where several have the same, their places in `model` are added."""
+    places: dict[LayerState, str] = {}
+    for place, module in model.named_modules():
+        state = module._state if isinstance(module, Zero3Layer) else vars(module).get("_zero3_root")
+        if state is not None:
+            places.setdefault(state, place)
+    count = Counter(state.subject.name for state in states)
+    return {
+        state: f"{name} at {places[state]!r}" if count[name] > 1 and places.get(state) else name
+        for state in states
+        for name in [state.subject.name]
+    }
+
+
 def _gathered(layer: LayerState) -> list[int]:
     """The bytes of each of the layer's gathers."""
     missing = [c for c in layer.chunks if not c.full.filled and not c.resident]
-    return [_received(chunk, chunk.compute_dtype.itemsize) for chunk in missing]
+    return [
+        chunk.wire.rows.nbytes - chunk.wire.rows[chunk.index].nbytes
+        if isinstance(chunk.wire, Coded) and chunk.wire.rounds(chunk)
+        else _received(chunk, chunk.compute_dtype.itemsize)
+        for chunk in missing
+    ]
 
 
 def _reduced(layer: LayerState) -> dict[str, Iterator[int]]:
     """The bytes of each of its reductions, and of each sum over replicas."""
     replicas = layer.communicator.world_size // layer.communicator.shards
     trained = [
-        (chunk, gradient_dtype(layer.policy, chunk.compute_dtype).itemsize)
-        for chunk in layer.chunks
+        (chunk, account.flow.stages[0], gradient_dtype(layer.policy, chunk.compute_dtype).itemsize)
+        for chunk, account in layer.gradients.accounts.items()
         if chunk.shard.requires_grad
     ]
+    # what came in a format was summed in float32
+    sums = (4 if isinstance(stage, CodedReduceScatter) else width for _, stage, width in trained)
     return {
-        "backup": (_received(chunk, width) for chunk, width in trained),
+        "backup": (
+            (chunk.at.layout.world_size - 1) * stage.rows[chunk.index].nbytes
+            if isinstance(stage, CodedReduceScatter)
+            else _received(chunk, width)
+            for chunk, stage, width in trained
+        ),
         "replicas": (
-            2 * chunk.shard.numel() * width * (replicas - 1) // replicas for chunk, width in trained
+            2 * chunk.shard.numel() * width * (replicas - 1) // replicas
+            for (chunk, *_), width in zip(trained, sums, strict=True)
         ),
     }
 

@@ -41,7 +41,8 @@ class BatchFinder:
         batch_size: Rows in a micro-batch of a rank, at first. None: the whole batch.
 
     Attributes:
-        batch_size: Rows in a micro-batch of a rank now. It never grows by itself.
+        batch_size: Rows in a micro-batch of a rank now. It never grows by itself. It may be set
+            between batches, on all ranks.
 
     Raises:
         TypeError: `batch_size` is no integer.
@@ -63,11 +64,8 @@ class BatchFinder:
         self._states = used(model, "BatchFinder")
         first = self._states[0]
         with agreeing(first.communicator, first.device, "BatchFinder") as lines:
-            if batch_size is not None and integer(batch_size) is None:
-                expected = "batch_size must be an integer of at least 1, or None"
-                raise TypeError(f"{expected}, found {batch_size!r}")
-            if batch_size is not None and batch_size < 1:
-                raise ValueError(f"batch_size must be at least 1, found {batch_size}")
+            if (error := _mistake(batch_size)) is not None:
+                raise error
             if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
                 raise ValueError(
                     "zero3.BatchFinder needs ShardingPolicy(stage=3, dynamic=False), as "
@@ -91,9 +89,11 @@ class BatchFinder:
 
         Raises:
             ValueError: Tensors have different numbers of rows (the error tells where), there are no
-                rows, ranks have different numbers of them, or the call is inside of the context of
-                `joinable`. All ranks raise it.
-            RuntimeError: One row does not fit: on all ranks. Or a micro-batch was not entered.
+                rows, ranks have different numbers of them, `batch_size` was set below 1, or the
+                call is inside of the context of `joinable`. All ranks raise it.
+            TypeError: `batch_size` was set to what is no integer. All ranks raise it.
+            RuntimeError: One row does not fit: on all ranks. Or a micro-batch was not entered, or
+                was entered twice.
         """
         first = used(self.model, "BatchFinder")[0]
         if unconducted(first.communicator) is not first.communicator:
@@ -103,11 +103,11 @@ class BatchFinder:
             )
         found = dict(_rows(batch, "batch"))
         numbers = set(found.values())
-        error = None
-        if len(numbers) > 1:
+        error = _mistake(self.batch_size)
+        if error is None and len(numbers) > 1:
             told = ", ".join(f"{where}: {rows}" for where, rows in found.items())
             error = ValueError(f"tensors of a batch have different numbers of rows ({told})")
-        elif not any(numbers):
+        elif error is None and not any(numbers):
             error = ValueError("a batch without rows: every rank needs at least one")
         lines = [f"rows: {numbers}", f"batch_size: {self.batch_size}"]
         place = "the batch of BatchFinder.micro_batches"
@@ -117,7 +117,7 @@ class BatchFinder:
     def _cut(self, batch: Any, total: int) -> Iterator[MicroBatch]:
         done = 0
         while done < total:
-            rows = min(self.batch_size or total, total - done)
+            rows = min(integer(self.batch_size) or total, total - done)
             rows = rows if knows_transfers(self.model, self._states) else 1
             micro = MicroBatch(self.model, _part(batch, done, done + rows), rows, rows / total)
             yield micro
@@ -162,6 +162,11 @@ class MicroBatch:
         return self._data
 
     def __enter__(self) -> Self:
+        if hasattr(self, "_guarded"):
+            raise RuntimeError(
+                "a micro-batch of zero3.BatchFinder was entered twice: put its forward and "
+                "backward inside one `with micro:`"
+            )
         self._guarded = self._guard.__enter__()
         return self
 
@@ -187,6 +192,16 @@ class MicroBatch:
             rank, text = next(iter(self.errors.items()))
             raise RuntimeError(f"rank {rank}: a micro-batch of one row does not fit: {text}")
         return dropped
+
+
+def _mistake(batch_size: Any) -> Exception | None:
+    """What is wrong with a number of rows, if anything."""
+    if batch_size is not None and integer(batch_size) is None:
+        expected = "batch_size must be an integer of at least 1, or None"
+        return TypeError(f"{expected}, found {batch_size!r}")
+    if batch_size is not None and batch_size < 1:
+        return ValueError(f"batch_size must be at least 1, found {batch_size}")
+    return None
 
 
 def _wants_memory(text: str) -> bool:

@@ -57,7 +57,8 @@ def causal_lm_loss(
         model: A model with `get_output_embeddings()`, whose forward returns what its head does as
             `logits`, sharded or not.
         reduction: "mean" over the tokens that count, or "sum".
-        num_items_in_batch: Divides the sum, in place of the number of tokens here.
+        num_items_in_batch: Divides the sum, in place of the number of tokens here. Not with
+            `reduction="sum"`.
         batch: What `model(...)` takes. `labels` `[B, S]` are shifted here, `shift_labels` are
             shifted already; targets of -100 do not count.
 
@@ -65,9 +66,10 @@ def causal_lm_loss(
         The loss, 0-dim.
 
     Raises:
-        ValueError: There are no labels; the model's logits are not what its head returns, or its
-            loss has more terms: the error says which. Or `reduction` is "mean", or `labels` are
-            given, in a model whose ranks hold parts of sequences.
+        ValueError: There are no labels; `num_items_in_batch` is given with `reduction="sum"`; the
+            model's logits are not what its head returns, or its loss has more terms: the error says
+            which. Or `reduction` is "mean", or `labels` are given, in a model whose ranks hold
+            parts of sequences.
         TypeError: The head is none that `linear_cross_entropy` takes.
 
     Example::
@@ -80,6 +82,11 @@ def causal_lm_loss(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", found {reduction!r}')
+    if reduction == "sum" and num_items_in_batch is not None:
+        raise ValueError(
+            'num_items_in_batch divides the sum, and reduction="sum" divides by nothing: leave one '
+            "of them out"
+        )
     check_reduction(model, reduction)
     labels, target = batch.pop("labels", None), batch.pop("shift_labels", None)
     if labels is None and target is None:
