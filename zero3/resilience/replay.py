@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..access import left_out, only_a_part, reset, used_together
+from ..access import inside_a_layer, left_out, only_a_part, reset, used_together
 from ..comm.agreement import tell_all
 from ..conductors.conducted import Other, unconducted
 from ..core.collectives import (
@@ -35,7 +35,7 @@ from ..core.collectives import (
 )
 from ..core.gradient_types import WrongCallError
 from ..core.layer_state import LayerState, accounts_of
-from ..layer import runtimes_in
+from ..layer import layers_of, runtimes_in
 from ..towers.entering import refuse_towers
 
 __all__: list[str] = []
@@ -160,6 +160,8 @@ class CollectiveReplay:
         self._model = model
         self._states = used_together(model, "step_guard")
         self.rank = self._states[0].communicator.rank
+        if not layers_of(model):  # what the layer transfers is the model's
+            raise inside_a_layer(model, self._states, "step_guard")
         if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
             raise ValueError(
                 f"rank {self.rank}: zero3.step_guard needs ShardingPolicy(stage=3, "
