@@ -132,8 +132,8 @@ def test_set_trainable_leaves_experts_at_home(path: str, ranks: int) -> None:
         return name.endswith(("norm.bias", "up", "last.weight"))
 
     def body(group: Any) -> None:
-        training = Training(group, HOME)
-        zero3.set_trainable(training.model.get_submodule(path), lambda name, info: trains(name if path != "blocks.0.experts.norm" else f"norm.{name}"))
+        training, before = Training(group, HOME), f"{path}." if path else ""
+        zero3.set_trainable(training.model.get_submodule(path), lambda name, info: trains(before + name))
         names = {id(p): name for name, p in training.plain.named_parameters()}
         for p in training.plain.get_submodule(path).parameters():
             p.requires_grad_(trains(names[id(p)]))

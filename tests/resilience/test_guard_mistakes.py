@@ -280,8 +280,7 @@ def test_a_guard_around_a_part_of_a_layer_is_refused_at_its_beginning(way: Any) 
         for other in (model[0], model[2]):
             other.get_trainable_chunk()[0].requires_grad_(False)
         with pytest.raises(ValueError, match=rf"{way.__name__} of a Linear inside a layer, .*Sequential.*: .* pass it or the model"):
-            with way(model[1].module[0]):
-                loss_of(model, group.rank, 1).backward()
+            way(model[1].module[0]).__enter__()
         model.zero_grad()
         loss_of(model, group.rank, 2).backward()
         found = full_gradients(model, group)

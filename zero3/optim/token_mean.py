@@ -41,7 +41,8 @@ def backward(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> Te
         loss_sum: 0-dim: this rank's loss, summed over its `num_tokens` tokens.
         num_tokens: The number of tokens in this rank's sum, 0 or more, as an integer or a 0-dim
             tensor.
-        model: The sharded model that computed the loss.
+        model: The sharded model that computed the loss. If the loss trains several, all of them, as
+            an `nn.ModuleList`: gradients of a model that is not given are not weighed.
 
     Returns:
         The mean loss over this micro-batch's tokens of all ranks, 0-dim, detached, the same on all

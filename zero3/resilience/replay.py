@@ -334,9 +334,7 @@ def _refuse_where_it_cannot_repeat(model: nn.Module, states: Sequence[LayerState
         )
     refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
     if any(state.gradients.holds for state in states):
-        raise WrongCallError(
-            "zero3.step_guard inside another one: give each micro-batch one guard"
-        )
+        raise WrongCallError("zero3.step_guard inside another one: give each micro-batch one guard")
 
 
 def _kind_of(states: Sequence[LayerState]) -> tuple[object, ...]:
