@@ -123,6 +123,27 @@ def test_param_groups_give_each_rank_its_own_experts(whole: bool) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("path", ["blocks.0.experts", "blocks.0.experts.norm", ""], ids=["experts", "their norm", "the model"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_set_trainable_leaves_experts_at_home(path: str, ranks: int) -> None:
+    """It divides chunks of others alone."""
+
+    def trains(name: str) -> bool:
+        return name.endswith(("norm.bias", "up", "last.weight"))
+
+    def body(group: Any) -> None:
+        training, before = Training(group, HOME), f"{path}." if path else ""
+        zero3.set_trainable(training.model.get_submodule(path), lambda name, info: trains(before + name))
+        names = {id(p): name for name, p in training.plain.named_parameters()}
+        for p in training.plain.get_submodule(path).parameters():
+            p.requires_grad_(trains(names[id(p)]))
+        training.optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(training.model), lr=0.02)
+        training.of_plain = torch.optim.AdamW([p for p in training.plain.parameters() if p.requires_grad], lr=0.02)
+        training.train(2).check()
+
+    run_ranks(ranks, body)
+
+
 class Failure(ArithmeticError):
     pass
 

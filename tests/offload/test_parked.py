@@ -182,6 +182,42 @@ def test_offload_optimizer_inside_parked_is_refused(tmp_path: Path) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("policy", [{}, {"stage": 1}], ids=["no_sync", "stage 1"])
+@pytest.mark.parametrize("refused", [False, True], ids=["others compute", "a refused forward"])
+@pytest.mark.parametrize("to", ["cpu", "files"])
+def test_gradients_that_wait_in_a_parked_part_are_no_zeroed_ones_for_forwards_outside(
+    to: str, refused: bool, policy: dict[str, Any], tmp_path: Path
+) -> None:
+    """A forward of the rest dropped what the part had kept, in silence."""
+
+    def train(model: Any, turn: Turn) -> None:
+        model(turn.tensor(3, 5)).pow(2).mean().backward()
+
+    def body(group: ThreadCommunicator) -> None:
+        model: Any = mlp()
+        for number, layer in enumerate(model):
+            model[number] = zero3.Zero3Layer(layer, policy=ShardingPolicy(prefetch_depth=0, **policy), process_group=group)
+        model = zero3.Zero3Sequential(model)
+        with zero3.no_sync(model) if not policy else nullcontext():
+            train(model, Turn(group.rank, 0, 2))
+        with zero3.parked(model[1], to="cpu" if to == "cpu" else tmp_path):
+            if refused:
+                with pytest.raises(RuntimeError, match="parked"):
+                    train(model, Turn(group.rank, 1, 2))
+            else:
+                with torch.no_grad():
+                    model[0](Turn(group.rank, 1, 2).tensor(3, 5))
+        train(model, Turn(group.rank, 2, 2))
+        with zero3.full_gradients(model) as found:
+            assert_close(found, {name: p.grad for name, p in plain.named_parameters()}, 1e-12, "gradients")
+
+    plain = mlp()
+    for step in (0, 2):
+        for rank in range(2):
+            (plain(Turn(rank, step, 2).tensor(3, 5)).pow(2).mean() / 2).backward()
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("zeroing", ["to none", "to zeros", "not"])
 @pytest.mark.parametrize("kept", [False, True], ids=["reduced", "kept"])
 def test_what_is_zeroed_inside_parked_stays_so(zeroing: str, kept: bool, tmp_path: Path) -> None:

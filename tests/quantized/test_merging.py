@@ -92,6 +92,29 @@ def test_save_merged_writes_what_peft_merges_into_the_dequantised_base(quantize:
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
+@pytest.mark.parametrize("part", ["base_model", "base_model.model", "base_model.model.model.layers"])
+def test_save_merged_of_a_part_with_adapters_is_refused(part: str, tmp_path: Path) -> None:
+    """It wrote the base's weights beside those of the adapters, under peft's names. A part without adapters has nothing to merge."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = shard(deepcopy(adapted), group, None)
+        for use in (
+            lambda given: zero3.save_merged(given, tmp_path / "out"),
+            lambda given: zero3.stream_weights(given, merge_adapters=True),
+            lambda given: zero3.stream_weights(given, adapters_only=True),
+        ):
+            with pytest.raises(ValueError, match=r"holds adapters, and is not the model of peft's.*as peft\.get_peft_model returned it"):
+                use(model.get_submodule(part))
+        zero3.save_merged(model.base_model.model.lm_head, tmp_path / "head")
+        zero3.save_merged(model, tmp_path / "whole")
+
+    adapted = lora(target_modules=["q_proj"])
+    run_ranks(2, body)
+    assert not (tmp_path / "out").exists()
+    assert_same(files_in(tmp_path / "whole"), expected := merged(adapted))
+    assert_same(files_in(tmp_path / "head"), {"weight": expected["lm_head.weight"]})
+
+
 def test_save_merged_into_the_original_weights(tmp_path: Path) -> None:
     adapted = lora(target_modules=["q_proj", "down_proj"])
     deepcopy(adapted).unload().save_pretrained(tmp_path / "base")

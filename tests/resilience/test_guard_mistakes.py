@@ -272,6 +272,24 @@ def test_a_guard_around_a_part_of_the_model_is_refused(begun: bool) -> None:
     on_ranks(2, mlp, body)
 
 
+@pytest.mark.parametrize("way", [zero3.step_guard, zero3.BatchFinder], ids=["step_guard", "BatchFinder"])
+def test_a_guard_around_a_part_of_a_layer_is_refused_at_its_beginning(way: Any) -> None:
+    """Its transfers are the layer's. It was refused at its end, by the name of another function, where it had to drop a micro-batch."""
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        for other in (model[0], model[2]):
+            other.get_trainable_chunk()[0].requires_grad_(False)
+        with pytest.raises(ValueError, match=rf"{way.__name__} of a Linear inside a layer, .*Sequential.*: .* pass it or the model"):
+            way(model[1].module[0]).__enter__()
+        model.zero_grad()
+        loss_of(model, group.rank, 2).backward()
+        found = full_gradients(model, group)
+        assert_close(found, {name: wanted[name] for name in found}, TOLERANCE, "gradients")
+
+    wanted = expected(2, [2])
+    on_ranks(2, mlp, body)
+
+
 @pytest.mark.parametrize("fails", ["between", "after"])
 def test_a_guard_around_a_list_of_models_drops_the_micro_batch_of_all(fails: str) -> None:
     def body(model: Any, group: ThreadCommunicator) -> None:

@@ -266,10 +266,11 @@ class Account:
         it did. For between backwards.
         """
         for part, left in self._kept if not self.disturbed else ():
+            found = part.parameter.grad
+            if isinstance(found, DeferredGradient) and found.stands_for is left:
+                continue  # what happens to it is known when `left` comes back
             # another gradient in its place came after it was dropped
-            if part.parameter.grad is not left or (
-                isinstance(left, DeferredGradient) and left.zeroed
-            ):
+            if found is not left or (isinstance(left, DeferredGradient) and left.zeroed):
                 self.drop()
                 return True
         return False

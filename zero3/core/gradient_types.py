@@ -179,6 +179,7 @@ class DeferredGradient(Tensor):
     # a weak reference, which does not keep a deleted model alive
     layer: Callable[[], DefersReductions | None]
     reduced: Tensor | None  # the reduced gradient of earlier backwards
+    stands_for: Tensor | None  # a gradient that comes back into its place
 
     @classmethod
     def like(
@@ -186,9 +187,11 @@ class DeferredGradient(Tensor):
         parameter: Tensor,
         layer: Callable[[], DefersReductions | None],
         nothing: Tensor | None = None,
+        *,
+        stands_in: bool = False,
     ) -> DeferredGradient:
         """A deferred gradient for `parameter`, which may have a gradient already. `nothing`: 0-dim,
-        memory for it, which nobody reads.
+        memory for it, which nobody reads. `stands_in`: the one that is there will come back.
         """
         if nothing is None:
             nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
@@ -197,6 +200,7 @@ class DeferredGradient(Tensor):
         deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad
         deferred.reduced = before.earlier if isinstance(before, DeferredGradient) else before
+        deferred.stands_for = before if stands_in else None
         return deferred
 
     @property

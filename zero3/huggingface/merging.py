@@ -68,9 +68,10 @@ def save_merged(
             they are merged. None: as they are.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, `path` holds adapters, `base` does not fit the
-            model or is quantised itself, or an adapter is of a kind that peft can't merge (a
-            RuntimeError, if it is one of peft's). Every rank raises it, before anything is written.
+        ValueError: Nothing in `model` is sharded, it is a part of a model with adapters and holds
+            some, `path` holds adapters, `base` does not fit the model or is quantised itself, or an
+            adapter is of a kind that peft can't merge (a RuntimeError, if it is one of peft's).
+            Every rank raises it, before anything is written.
         TypeError: `path` is no path, or `dtype` is no dtype. Every rank raises it.
         RuntimeError: Parameters have no values, or the call is inside `full_params` or `resident`.
         OSError: A rank could not read or write. Every rank raises the same error.
@@ -105,9 +106,10 @@ def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, l
     the modules that may have adapters.
 
     Raises:
-        ValueError: They are of a kind that has no merge.
+        ValueError: They are of a kind that has no merge, or `model` is only a part of peft's.
     """
     if not has_adapters(model):
+        refuse_part_with_adapters(model)
         return model, []
     modules = list(plain_modules(model))
     if not (hasattr(model.base_model, "merge_adapter") and any(map(is_adapted, modules))):
@@ -125,6 +127,15 @@ def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, l
         }
     )
     return model.get_base_model(), modules
+
+
+def refuse_part_with_adapters(model: nn.Module) -> None:
+    """Nothing would merge its adapters: their weights would come beside the base's, as they are."""
+    if any(map(is_adapted, plain_modules(model))):
+        raise ValueError(
+            f"this {type(model).__name__} holds adapters, and is not the model of peft's around "
+            "them: pass the whole one, as peft.get_peft_model returned it"
+        )
 
 
 def _chosen(name: str, model: Any) -> str | None:

@@ -23,7 +23,7 @@ from ..core.layer_state import LayerState
 from ..door import Door, used_between
 from ..names import innermost
 from ..optim.state_memory import land_steps
-from .merging import named_without_adapters
+from .merging import named_without_adapters, refuse_part_with_adapters
 from .outputs import Output, has_adapters, outputs_of_adapter, outputs_of_model
 from .weights import WeightWalk
 
@@ -138,6 +138,8 @@ def stream_weights(
 def walk_of(model: nn.Module, dtype: torch.dtype | None, options: Sequence[str]) -> WeightWalk:
     """What is streamed. It makes no collective. `options`: those that are on, by name."""
     owner: Any = innermost(model)
+    if options and not has_adapters(owner):
+        refuse_part_with_adapters(owner)
     _check_choice(options, adapted=has_adapters(owner))
     adapters_only = "adapters_only" in options
     contents = Contents(model, "stream_weights", as_values=not adapters_only)

@@ -54,14 +54,13 @@ class Commands:
     @torch.no_grad()
     def _do(self, command: Command, number: int, full: Mapping[Chunk, Tensor] | None) -> None:
         for chunk in self._states[number].chunks if command != Command.END else ():
-            bounds = chunk.layout.bounds
             if command == Command.FETCH:
                 chunk.adopt_values()
                 own = chunk.shard.data.to(chunk.device)
                 whole = (
                     full[chunk] if full is not None else own.new_empty(chunk.layout.padded_numel)
                 )
-                self._communicator.all_gather(whole, own, bounds).wait()
+                chunk.whole.communicator.all_gather(whole, own, chunk.layout.bounds).wait()
             else:
                 chunk.receive(split(full[chunk], chunk.layout) if full is not None else None)
 

@@ -259,7 +259,8 @@ class _Away:
     def leave(self) -> None:
         self._is_gone = True
         for parameter, gradient in self._gradients:
-            stand_in = parameter.grad = DeferredGradient.like(parameter, _Parked)
+            stand_in = DeferredGradient.like(parameter, _Parked, stands_in=True)
+            parameter.grad = stand_in
             self._undo.append(partial(_bring, parameter, gradient, stand_in))
         for sharded in self._released:
             self._undo.append(partial(sharded.sites.hide, sharded.sites.data()))

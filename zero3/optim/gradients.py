@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..access import used, used_together
 from ..comm.agreement import agree, all_go_on
-from ..comm.communicator import Communicator, is_first
+from ..comm.communicator import is_first
 from ..core.chunk import Chunk
 from ..core.flat import split, view
 from ..core.gradient_types import reduce_deferred
@@ -109,8 +109,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
     everywhere = first.communicator.exchange(present, first.device) if trainable else []
     anywhere = [any(flags) for flags in zip(*everywhere, strict=True)]
     wanted = [each for each, found in zip(trainable, anywhere, strict=True) if found]
-    chunks = {sharded.chunk: state for _, state, sharded in wanted}
-    full = {chunk: _gathered(chunk, state.communicator) for chunk, state in chunks.items()}
+    full = {chunk: _gathered(chunk) for chunk in dict.fromkeys(each.chunk for *_, each in wanted)}
     error: BaseException | None = None
     try:
         yield {
@@ -122,7 +121,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
         raise
     finally:
         if writeback and all_go_on(first.communicator, first.device, caller, error):
-            _write(full, first.communicator)
+            _write(full)
 
 
 def _trainable(
@@ -170,20 +169,21 @@ def _has_gradient_elsewhere(state: LayerState, sharded: ShardedParameter) -> boo
 
 
 @torch.no_grad()
-def _gathered(chunk: Chunk, communicator: Communicator) -> Tensor:
+def _gathered(chunk: Chunk) -> Tensor:
     """The chunk's whole gradient `[W*S]`. Where a rank has none it is zero."""
     own = torch.zeros_like(chunk.shard.data, dtype=chunk.shard.grad_dtype, device=chunk.device)
     for part in chunk.parts:
         if part.parameter.grad is not None:
             part.of(own).copy_(part.parameter.grad.as_subclass(Tensor))
     full = own.new_empty(chunk.layout.padded_numel)
-    communicator.all_gather(full, own, chunk.layout.bounds).wait()
+    chunk.whole.communicator.all_gather(full, own, chunk.layout.bounds).wait()
     return full
 
 
 @torch.no_grad()
-def _write(full: Mapping[Chunk, Tensor], communicator: Communicator) -> None:
+def _write(full: Mapping[Chunk, Tensor]) -> None:
     for chunk, gradient in full.items():
+        communicator = chunk.whole.communicator  # slices of experts may be in another order
         own = torch.empty_like(chunk.shard.data, dtype=chunk.shard.grad_dtype, device=chunk.device)
         slices = split(gradient, chunk.layout) if is_first(communicator) else None
         communicator.scatter(own, slices, chunk.layout.bounds).wait()

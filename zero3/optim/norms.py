@@ -230,7 +230,7 @@ def _dequantised(state: LayerState) -> Iterator[tuple[ShardedParameter, Tensor]]
         if chunk.read_only:
             own = chunk.shard.data.to(chunk.device)
             full = own.new_empty(chunk.layout.padded_numel)
-            state.communicator.all_gather(full, own, chunk.layout.bounds).wait()
+            chunk.whole.communicator.all_gather(full, own, chunk.layout.bounds).wait()
             for sharded in state.parameters:
                 if sharded.chunk is chunk:
                     slot = view(full, chunk.layout, sharded.index)

@@ -126,11 +126,12 @@ def _asked(
 
 def _families(state: LayerState, wanted: Trains) -> list[Family]:
     """The layer's chunks that have to be divided, with all of their dtype: there is one chunk that
-    trains and one that does not.
+    trains and one that does not. Experts at home have one for each parameter, which stays.
     """
     found = []
-    for dtypes in dict.fromkeys((chunk.shard.dtype, chunk.own_dtype) for chunk in state.chunks):
-        chunks = [c for c in state.chunks if (c.shard.dtype, c.own_dtype) == dtypes]
+    shared = [chunk for chunk in state.chunks if not chunk.in_part]
+    for dtypes in dict.fromkeys((chunk.shard.dtype, chunk.own_dtype) for chunk in shared):
+        chunks = [c for c in shared if (c.shard.dtype, c.own_dtype) == dtypes]
         if any(
             len({wanted[state, slot.name] for slot in chunk.layout.slots}) > 1 for chunk in chunks
         ):

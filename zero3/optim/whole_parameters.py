@@ -147,7 +147,8 @@ def _empty_chunks(family: Family, layouts: list[ChunkLayout]) -> list[Chunk]:
             values = memory_for(place, numel, stored, state.device, kept)
             shard = nn.Parameter(values.zero_(), requires_grad=trains)
             where = place, state.device
-            whole = Placement.of(layout, state.communicator)
+            # the layer's own may be that of experts, whose slices are in another order
+            whole = Placement.of(layout, old.whole.communicator)
             made.append(chunk_of(whole, shard, where, state.policy, old.face))
     return made
 

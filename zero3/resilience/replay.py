@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..access import left_out, only_a_part, reset, used_together
+from ..access import inside_a_layer, left_out, only_a_part, reset, used_together
 from ..comm.agreement import tell_all
 from ..conductors.conducted import Other, unconducted
 from ..core.collectives import (
@@ -35,7 +35,7 @@ from ..core.collectives import (
 )
 from ..core.gradient_types import WrongCallError
 from ..core.layer_state import LayerState, accounts_of
-from ..layer import runtimes_in
+from ..layer import layers_of, runtimes_in
 from ..towers.entering import refuse_towers
 
 __all__: list[str] = []
@@ -160,16 +160,7 @@ class CollectiveReplay:
         self._model = model
         self._states = used_together(model, "step_guard")
         self.rank = self._states[0].communicator.rank
-        if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
-            raise ValueError(
-                f"rank {self.rank}: zero3.step_guard needs ShardingPolicy(stage=3, "
-                "dynamic=False): it repeats their transfers"
-            )
-        refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
-        if any(state.gradients.holds for state in self._states):
-            raise WrongCallError(
-                "zero3.step_guard inside another one: give each micro-batch one guard"
-            )
+        _refuse_where_it_cannot_repeat(model, self._states)
         self._outside = _gradients(left_out(self._states))
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
@@ -330,6 +321,20 @@ class CollectiveReplay:
 
     def _chunk_versions(self) -> list[int]:
         return [chunk.shard._version for state in self._states for chunk in state.chunks]
+
+
+def _refuse_where_it_cannot_repeat(model: nn.Module, states: Sequence[LayerState]) -> None:
+    """Refuses what a guard does not take, before anything has begun."""
+    if not layers_of(model):  # what such a part transfers is its layer's
+        raise inside_a_layer(model, [*states], "step_guard")
+    if any(state.policy.stage != 3 or state.policy.dynamic for state in states):
+        raise ValueError(
+            f"rank {states[0].communicator.rank}: zero3.step_guard needs ShardingPolicy(stage=3, "
+            "dynamic=False): it repeats their transfers"
+        )
+    refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
+    if any(state.gradients.holds for state in states):
+        raise WrongCallError("zero3.step_guard inside another one: give each micro-batch one guard")
 
 
 def _kind_of(states: Sequence[LayerState]) -> tuple[object, ...]:
