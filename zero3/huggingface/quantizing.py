@@ -19,7 +19,7 @@ from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..quantized.codec import SLICE_NUMEL, Codec
 from ..quantized.formats import Format
-from .index_maps import IndexMap
+from .index_maps import IndexMap, View
 from .reading import SliceReader
 
 __all__: list[str] = []
@@ -125,7 +125,7 @@ def fill_quantized(
         ) is None:
             continue
         if weight.codec.turns(weight.shape):
-            index_map = index_map.transposed(-2, -1)
+            index_map = View(index_map, index_map.blank().mT)
         slot = chunk.layout.slots[sharded.index]
         piece = next((piece for piece in chunk.pieces if piece.slot is slot), None)
         filling = Quantizer(
