@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..checkpoint import file_operations
 from . import pickled, torch_files
-from .lazy import Block, Lazy, as_lazy, assembled
+from .lazy import Lazy, as_lazy, assembled
 from .pickled import Global, Made
 from .run import Holds, Run
 from .trees import run_of, tree_of
@@ -87,13 +87,13 @@ class _Reader:
         named = properties["dtype"] if isinstance(properties, dict) else properties[0]
         dtype = torch_files.dtype_of(named)
         blocks = [
-            Block(chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype))
+            (chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype))
             for chunk in map(_state, facts["chunks"])
         ]
-        if sum(block.values.numel for block in blocks) != math.prod(shape):
+        if sum(values.numel for _, values in blocks) != math.prod(shape):
             raise ValueError(
                 f"{self._directory}: {key} has {shape}, and its blocks are "
-                f"{[block.values.shape for block in blocks]}"
+                f"{[values.shape for _, values in blocks]}"
             )
         return assembled(dtype, shape, blocks)
 

@@ -18,7 +18,7 @@ from ..auto_wrap import Layers
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..comm.agreement import agree, agreeing
+from ..comm.agreement import agree
 from ..comm.factory import communicator_for
 from ..huggingface.save_pretrained import save_pretrained
 from ..optim.clipping import clip_grad_norm_
@@ -26,8 +26,8 @@ from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from ..sequences.parts import parts_of
 from ..towers.choosing import Optional
-from .alike import check_alike
-from .handover import Handover, check_chunks, check_together, is_chunk
+from .alike import all_ranks, check_alike
+from .handover import Handover, check_held, check_together, is_chunk
 from .preparing import Policy, Sharding, computes_in_low_precision, refuse_ignored
 from .versions import require
 
@@ -247,7 +247,7 @@ class Zero3Accelerator(Accelerator):
             if isinstance(each, torch.optim.Optimizer)
             and not hasattr(each, "_is_accelerate_prepared")
         ]
-        with self._all_or_none("prepare") if given or optimizers else nullcontext():
+        with all_ranks(self.device, "prepare") if given or optimizers else nullcontext():
             handover = Handover(models, optimizers)
         for model in models:
             self.shard(model)
@@ -280,13 +280,9 @@ class Zero3Accelerator(Accelerator):
         Raises:
             ValueError: It holds other parameters. Every rank raises it.
         """
-        with self._all_or_none("prepare_optimizer"):
-            check_chunks(optimizer)
+        with all_ranks(self.device, "prepare_optimizer"):
+            check_held(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
-
-    def _all_or_none(self, caller: str) -> AbstractContextManager[object]:
-        """Context for what may raise on one rank: then all do."""
-        return agreeing(communicator_for(None, self.device), self.device, caller)
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -445,8 +441,8 @@ class Zero3Accelerator(Accelerator):
 
     def _check_files(self, directory: Path) -> None:
         """accelerate would miss them when the models have changed."""
-        communicator = communicator_for(None, self.device)
-        agree(communicator, self.device, "load_state", [])  # rank 0 may have written them just now
+        with all_ranks(self.device, "load_state"):
+            pass  # rank 0 may have written them just now
         kinds = (SCHEDULER_NAME, self._schedulers), (OPTIMIZER_NAME, self._optimizers)
         needed = [
             f"{kind}{f'_{number}' if number else ''}.bin"
@@ -455,12 +451,12 @@ class Zero3Accelerator(Accelerator):
         ]
         needed += [f"custom_checkpoint_{number}.pkl" for number in range(len(self._custom_objects))]
         needed += [SCALER_NAME] if self.scaler is not None else []
-        missing = [name for name in needed if not (directory / name).is_file()]
-        error = ValueError(
-            f"{directory} has no {', '.join(missing)}; nothing was loaded. Prepare what was "
-            "prepared when it was saved, or load it from where save_state wrote it"
-        )
-        agree(communicator, self.device, "load_state", [], error if missing else None)
+        with all_ranks(self.device, "load_state"):
+            if missing := [name for name in needed if not (directory / name).is_file()]:
+                raise ValueError(
+                    f"{directory} has no {', '.join(missing)}; nothing was loaded. Prepare what "
+                    "was prepared when it was saved, or load it from where save_state wrote it"
+                )
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer] | None:
         return [optimizer.optimizer for optimizer in self._apart_optimizers] or None

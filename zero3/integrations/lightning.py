@@ -21,8 +21,6 @@ from ..checkpoint import manifest
 from ..checkpoint.full_state import full_state_dict, load_full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..comm.agreement import agreeing
-from ..comm.factory import communicator_for
 from ..comm.plain_values import decode
 from ..guards.marks import ignored_by, state_of
 from ..optim.clipping import clip_held
@@ -31,6 +29,7 @@ from ..optim.several import held_by
 from ..policy import ShardingPolicy
 from ..shard import shard
 from ..towers.choosing import Optional
+from .alike import all_ranks
 from .handover import check_together, is_chunk
 from .preparing import computes_in_low_precision, policy_for, refuse_ignored
 from .versions import require
@@ -134,11 +133,7 @@ class Zero3Strategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy, in its order; the model is sharded where that would be wrapped."""
         self.accelerator.setup(trainer)
-        with agreeing(
-            communicator_for(None, self.root_device),
-            self.root_device,
-            "what Lightning's Trainer is told",
-        ) as lines:
+        with all_ranks(self.root_device, "what Lightning's Trainer is told") as lines:
             _refuse(trainer.callbacks)
             lines += _told(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -324,7 +319,7 @@ class Zero3FabricStrategy(FabricDDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        with agreeing(communicator_for(None, self.root_device), self.root_device, "fabric.load"):
+        with all_ranks(self.root_device, "fabric.load"):
             model, optimizers, rest = _divided(
                 state if isinstance(state, dict) else {"model": state}
             )
@@ -390,7 +385,7 @@ def _check(models: Iterable[nn.Module], optimizers: Any, device: torch.device, a
     models = list(models)
     for model in models:
         refuse_ignored(model)
-    with agreeing(communicator_for(None, device), device, "what the optimizers hold"):
+    with all_ranks(device, "what the optimizers hold"):
         for optimizer in _inner(optimizers):
             held = held_by(optimizer)
             if not all(is_chunk(each) or ignored_by(each) is not None for each in held):

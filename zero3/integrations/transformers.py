@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
-from ..comm.agreement import agree, agreeing
+from ..comm.agreement import agree
 from ..comm.board import board_for
 from ..comm.factory import communicator_for
 from ..core.sites import become
@@ -40,7 +40,7 @@ from ..sequences.splitting import split_sequence
 from ..towers.choosing import Optional
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
-from .alike import check_alike
+from .alike import all_ranks, check_alike
 from .engines import VLLMWeights, keep_masters
 from .handover import Handover
 from .preparing import Policy, Sharding, enclose_forward
@@ -214,8 +214,7 @@ class Zero3Mixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        device = self.args.device
-        with agreeing(communicator_for(None, device), device, "the arguments of the trainer"):
+        with all_ranks(self.args.device, "the arguments of the trainer"):
             for option, reason in _REFUSED.items():
                 if value := getattr(self.args, option, None):
                     raise ValueError(f"{option}={value!r}: {reason}")
@@ -271,8 +270,7 @@ class Zero3Mixin(_Base):
 
     def _shard(self, model: nn.Module) -> None:
         handed = [self.optimizer] if getattr(self, "optimizer", None) is not None else []
-        device = self.args.device
-        with agreeing(communicator_for(None, device), device, "the optimizers of the trainer"):
+        with all_ranks(self.args.device, "the optimizers of the trainer"):
             handover = Handover(
                 [] if is_sharded(model) else [model],
                 handed if model is getattr(self, "model", None) else [],
@@ -571,7 +569,7 @@ class Zero3Mixin(_Base):
         return True
 
     def _check(self, checkpoint: Path) -> None:
-        checkpoints.check(checkpoint, communicator_for(None, self.args.device), self.args.device)
+        checkpoints.check(checkpoint, self.args.device)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
