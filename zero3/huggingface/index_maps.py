@@ -8,7 +8,7 @@ although a checkpoint's tensors are rearranged in the model, and no tensor has t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from torch import Tensor
 __all__: list[str] = []
 
 Key = TypeVar("Key")
+_LOOKED_UP = 1 << 20  # elements together
 _AT_ONCE = 1 << 18  # grains are looked up together, so that tables of indices stay small
 # elements; if extents are shorter, looking up single elements is faster than reading ranges
 LONG_EXTENT = 1 << 10
@@ -81,6 +82,29 @@ class IndexMap(Generic[Key]):
                     int(at[left]) + skipped,
                     end - begin - skipped,
                 )
+
+    def fill(
+        self,
+        out: Tensor,
+        start: int,
+        read: Callable[[Key, int, Tensor], object],
+        look_up: Callable[[Key, Tensor], Tensor],
+    ) -> None:
+        """Fills `out` `[n]` with the elements from number `start` on: by ranges, with
+        `read(source, first, target)`, or one by one, which `look_up(source, places)` returns.
+        """
+        stop = start + out.numel()
+        if self.is_by_ranges:
+            for extent in self.extents(start, stop):
+                first = extent.start - start
+                read(extent.source, extent.at, out[first : first + extent.length])
+            return
+        for low in range(start, stop, _LOOKED_UP):
+            numbers, at = self.locate(torch.arange(low, min(low + _LOOKED_UP, stop)))
+            piece = out[low - start : low - start + len(at)]
+            for number, source in enumerate(self.sources):
+                if (mine := numbers == number).any():
+                    piece[mine.to(out.device)] = look_up(source, at[mine]).to(out)
 
     def blank(self) -> Tensor:
         """A tensor of this shape without values. Of its views `View` makes maps."""

@@ -101,9 +101,8 @@ def _of_bitsandbytes(
         "scales": beside.get("absmax"),
         "scale_scales": beside.get("nested_absmax"),
     }
-    return _checked(
-        NF4(block_size=block_size, double_quant=nested), shape, name, state, sections, offset
-    )
+    nf4 = NF4(block_size=block_size, double_quant=nested)
+    return _checked(nf4, shape, name, state, sections, offset)
 
 
 def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
@@ -117,14 +116,8 @@ def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
             f"{scales.file}: {scales.name} has {tuple(tiles)}, which are no tiles of {name} "
             f"{tuple(shape)}"
         )
-    return _checked(
-        Float8(block=(sizes[0], sizes[1])),
-        shape,
-        name,
-        scales,
-        {"codes": stored[name], "scales": scales},
-        0.0,
-    )
+    parts = {"codes": stored[name], "scales": scales}
+    return _checked(Float8(block=(sizes[0], sizes[1])), shape, name, scales, parts)
 
 
 def _of_gpt_oss(name: str, blocks: Stored, scales: Stored | None) -> Packed:
@@ -135,9 +128,8 @@ def _of_gpt_oss(name: str, blocks: Stored, scales: Stored | None) -> Packed:
             f"{blocks.file}: {blocks.name} has blocks of {nbytes} bytes, MXFP4 has {_BLOCK_NBYTES}"
         )
     shape = (experts, count * 2 * _BLOCK_NBYTES, columns)
-    return _checked(
-        MXFP4(transposed=True), shape, name, blocks, {"codes": blocks, "scales": scales}, 0.0
-    )
+    parts = {"codes": blocks, "scales": scales}
+    return _checked(MXFP4(transposed=True), shape, name, blocks, parts)
 
 
 def _checked(
@@ -146,7 +138,7 @@ def _checked(
     name: str,
     at: Stored,
     parts: Mapping[str, Stored | None],
-    offset: float,
+    offset: float = 0.0,
 ) -> Packed:
     sections: dict[str, Stored] = {}
     for section in kind.sections(shape):

@@ -20,7 +20,7 @@ from ..faces.recipes import QuantizedWeight
 from ..quantized.codec import SLICE_NUMEL, Codec
 from ..quantized.formats import Format
 from .index_maps import IndexMap, View
-from .reading import SliceReader
+from .reading import SliceReader, piece_of
 
 __all__: list[str] = []
 
@@ -126,13 +126,8 @@ def fill_quantized(
             continue
         if weight.codec.turns(weight.shape):
             index_map = View(index_map, index_map.blank().mT)
-        slot = chunk.layout.slots[sharded.index]
-        piece = next((piece for piece in chunk.pieces if piece.slot is slot), None)
-        filling = Quantizer(
-            weight,
-            piece,
-            chunk.shard.data[piece.place] if piece is not None else chunk.shard.data[:0],
-        )
+        piece, own = piece_of(sharded), chunk.shard.data
+        filling = Quantizer(weight, piece, own[:0] if piece is None else own[piece.place])
         try:
             if error is None:
                 filling.quantize(partial(reader.read, index_map))
