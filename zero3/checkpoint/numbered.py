@@ -88,9 +88,9 @@ def _views(roots: Sequence[Path], run: str | None) -> list[_View]:
             if run is None or of == run:
                 with suppress(ValueError, OSError):
                     content = manifest.parse(path / manifest.NAME)
-                    # a part of a local one, or the whole of another
-                    local = bool(content.get("local"))
-                    here = files_here(path, content) if local or _is_whole(path) else []
+                    if not content.get("local"):  # a part of such a one counts
+                        manifest.read(path)
+                    here = files_here(path, content)
                     found.append({
                         "number": number, "root": index, "name": path.name, "run": of,
                         "data": content["data"], "all": sorted(content["files"]), "files": here,
@@ -124,14 +124,6 @@ def check_run(run: Any) -> None:
         raise TypeError(f"run must be the name of a run, a text, or None, found {run!r}")
     if run == "":
         raise ValueError("run must be the name of a run, or None, found an empty text")
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        manifest.read(path)
-    except (ValueError, OSError):
-        return False
-    return True
 
 
 def next_number(path: Path) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
@@ -91,17 +90,15 @@ def write_hashed(file: FileIO, views: Iterable[memoryview]) -> Written:
     """Likewise, for the bytes of `views` in order. A view may change only when two blocks have been
     written after it.
     """
-    nbytes, blocks, hashes = 0, [], deque[Future[str]]()
+    nbytes, hashes = 0, list[Future[str]]()
     with ThreadPoolExecutor(1) as hasher:
         for block in _blocks(views):
             hashes.append(hasher.submit(_hash, block))
             file_operations.write(file, block)
             nbytes += sum(map(len, block))
-            # the thread is one block behind at most, so that memory is bounded
-            while len(hashes) > 1:
-                blocks.append(hashes.popleft().result())
-        blocks += [future.result() for future in hashes]
-    return Written(nbytes, blocks)
+            if len(hashes) > 1:  # the thread is one block behind at most: memory is bounded
+                hashes[-2].result()
+    return Written(nbytes, [each.result() for each in hashes])
 
 
 def write_text(path: Path, text: str, token: str) -> None:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ..access import used_together
 from ..comm.agreement import agree, agreeing, exchange_texts
 from ..comm.plain_values import integer
-from ..core.layer_state import LayerState
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
 from ..optim.state_memory import land_steps
@@ -420,7 +419,9 @@ class Saving:
 
     def _copy(self) -> None:
         contents, what = self._prepared.contents, "the copies of save_checkpoint"
-        place = _place_of_copies(contents.states)
+        # for a file of copies, if the model may be larger than memory
+        places = (directory_of(state.policy) for state in contents.states)
+        place = next((place for place in places if place is not None), None)
         may_fail = agreeing(contents.communicator, contents.device, what)
         try:
             with may_fail if place is not None else nullcontext():
@@ -482,12 +483,6 @@ class Saving:
             self._prepared.clean()
         for state in contents.states:
             state.saves.belong_to(self._prepared.run, self._prepared.content.get("number", 0))
-
-
-def _place_of_copies(states: Iterable[LayerState]) -> str | None:
-    """The directory for a file of copies, if the model may be larger than memory."""
-    places = (directory_of(state.policy) for state in states)
-    return next((place for place in places if place is not None), None)
 
 
 @torch.no_grad()
