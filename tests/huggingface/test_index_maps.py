@@ -11,7 +11,7 @@ from transformers import core_model_loading as loading
 
 from tests.huggingface.test_conversions import not_yet
 from zero3.huggingface import index_maps
-from zero3.huggingface.index_maps import IndexMap, Whole, joined
+from zero3.huggingface.index_maps import IndexMap, Joined, Whole
 from zero3.huggingface.tracing import TracedTensor, Untraceable, traced
 
 # Operations of transformers' as they are written there; shapes by pattern; targets.
@@ -134,9 +134,9 @@ def test_what_is_no_rearrangement_is_not_followed() -> None:
         with pytest.raises(Untraceable, match="not known here"):
             compute()
     with pytest.raises(ValueError, match=r"tensors \(2, 3\), \(2, 2\) can't be joined along dimension 0"):
-        joined([trace.index_map, Whole("b", (2, 2))], 0)
+        Joined([trace.index_map, Whole("b", (2, 2))], 0)
     with pytest.raises(ValueError, match="nothing to join"):
-        joined([], 0)
+        Joined([], 0)
     with pytest.raises(ValueError, match=r"no dimension 2 in \(2, 3\)"):
         torch.cat([trace], 2)
 

@@ -158,10 +158,24 @@ class View(IndexMap[Key]):
         return self._inner.locate(there)
 
 
-class _Joined(IndexMap[Key]):
+class Joined(IndexMap[Key]):
+    """The map of tensors that are joined along a dimension, as by `torch.cat`.
+
+    Raises:
+        ValueError: There is nothing to join, or sizes differ in another dimension.
+    """
+
     def __init__(self, parts: Sequence[IndexMap[Key]], dim: int) -> None:
-        self._parts = parts
-        shape = parts[0].shape
+        if not parts:
+            raise ValueError("there is nothing to join")
+        self._parts, shape = parts, parts[0].shape
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"there is no dimension {dim} in {shape}")
+        dim %= len(shape)
+        others = {(len(part.shape), *part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+        if len(others) > 1:
+            shapes = ", ".join(str(part.shape) for part in parts[:4])
+            raise ValueError(f"tensors {shapes} can't be joined along dimension {dim}")
         below = math.prod(shape[dim + 1 :])
         self._own = [part.shape[dim] * below for part in parts]
         self._ends = torch.tensor(self._own).cumsum(0)
@@ -187,27 +201,6 @@ class _Joined(IndexMap[Key]):
         return numbers, at
 
 
-def joined(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
-    """Joins tensors along a dimension, as `torch.cat`.
-
-    Raises:
-        ValueError: There is nothing to join, or sizes differ in another dimension.
-    """
-    if not parts:
-        raise ValueError("there is nothing to join")
-    dimensions = len(parts[0].shape)
-    if not -dimensions <= dim < dimensions:
-        raise ValueError(f"there is no dimension {dim} in {parts[0].shape}")
-    dim %= dimensions
-    others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
-    if len(others) > 1 or len({len(part.shape) for part in parts}) > 1:
-        raise ValueError(
-            f"tensors {', '.join(str(part.shape) for part in parts[:4])} can't be joined along "
-            f"dimension {dim}"
-        )
-    return _Joined(parts, dim)
-
-
 def stacked(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
     """Joins tensors along a new dimension, as `torch.stack`."""
-    return joined([View(part, part.blank().unsqueeze(dim)) for part in parts], dim)
+    return Joined([View(part, part.blank().unsqueeze(dim)) for part in parts], dim)

@@ -20,7 +20,7 @@ from ..access import states_of, used_together
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
-from ..checkpoint.full_state import not_a_dtype
+from ..checkpoint.full_state import check_dtype
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
@@ -96,8 +96,7 @@ def save_pretrained(
     """
     first = used_together(model, "save_pretrained")[0]
     with agreeing(first.communicator, first.device, "save_pretrained") as lines:
-        if (wrong := not_a_dtype(dtype)) is not None:
-            raise wrong
+        check_dtype(dtype)
         land_steps(states_of(model))
         exports = list(
             _exports(model, file_operations.directory_of(path), bytes_in(max_shard_size), dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
-from ..checkpoint.full_state import not_a_dtype
+from ..checkpoint.full_state import check_dtype
 from ..comm.agreement import NOTE_BYTES, agree
 from ..comm.mesh import shards_of
 from ..comm.plain_values import integer, unreadable
@@ -117,8 +117,7 @@ def stream_weights(
     lines += [f"{dtype}, {merge_adapters}, {adapters_only}, {max_bytes}"]
     try:
         _check_max_bytes(max_bytes)
-        if (wrong := not_a_dtype(dtype)) is not None:
-            raise wrong
+        check_dtype(dtype)
         land_steps(states)
         options = {"merge_adapters": merge_adapters, "adapters_only": adapters_only}
         walk = walk_of(model, dtype, [name for name, chosen in options.items() if chosen])

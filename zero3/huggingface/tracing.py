@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .index_maps import IndexMap, View, joined, stacked
+from .index_maps import IndexMap, Joined, View, stacked
 
 __all__: list[str] = []
 
 
 _SAME = ("contiguous", "clone", "detach")
 _JOINS = MappingProxyType(
-    {"cat": joined, "concat": joined, "concatenate": joined, "stack": stacked}
+    {"cat": Joined, "concat": Joined, "concatenate": Joined, "stack": stacked}
 )
 # of a contiguous tensor they make views, which show the same elements in another order
 _VIEWS = (
