@@ -112,20 +112,15 @@ class _Loader:
         self._parts: PartsOfHosts | None = None  # of a checkpoint that lies on several hosts
 
     def load(self) -> Any:
-        self._parts = parts_of(self._path, self._first)
-        try:
-            return self._load(self._parts)
-        finally:
-            if self._parts is not None:
-                self._parts.clean()
-
-    def _load(self, parts: PartsOfHosts | None) -> Any:
-        found, contents = self._found()
-        if parts is None:
-            self._verify(found, contents)
-        else:  # what lies on several hosts is hashed where it is read, or sent from
-            found = parts.assemble(self._names(found))
+        self._parts = parts = parts_of(self._path, self._first)
         with ExitStack() as opened:
+            if parts is not None:
+                opened.callback(parts.clean)
+            found, contents = self._found()
+            if parts is None:
+                self._verify(found, contents)
+            else:  # what lies on several hosts is hashed where it is read, or sent from
+                found = parts.assemble(self._names(found))
             with self._agreeing("the contents of load_checkpoint"), manifest.reading(found):
                 self._open(found, opened)
                 self._check(found, contents)

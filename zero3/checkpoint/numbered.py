@@ -140,20 +140,11 @@ def prune(directory: Path, keep: int, run: str) -> None:
     Checkpoints of other runs, and of none, stay, and so does what names another run. Links are
     passed over.
     """
-    numbered = sorted(
-        (number, path)
-        for number, path, of in _numbered(directory, strict=False)
-        if of == run and not path.is_symlink()
-    )
-    for _, path in numbered[:-keep]:
+    own = ((n, path) for n, path, of in _numbered(directory, strict=False) if of == run)
+    for _, path in sorted((n, path) for n, path in own if not path.is_symlink())[:-keep]:
         manifest.delete(path)
-    for path in _paths_in(directory):
-        if (
-            path.is_dir()
-            and not path.is_symlink()
-            and manifest.is_remains(path)
-            and not manifest.names_another_run(path, run)
-        ):
+    for path in filter(manifest.is_remains, _paths_in(directory)):
+        if not path.is_symlink() and not manifest.names_another_run(path, run):
             manifest.delete(path)
 
 

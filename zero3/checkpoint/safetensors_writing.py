@@ -26,16 +26,6 @@ __all__: list[str] = []
 BLOCK_BYTES = 1 << 24
 
 
-class ToWrite(NamedTuple):
-    """A tensor to write, with its name and shape in the file. The shape has as many elements as the
-    tensor.
-    """
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-
-
 class Written(NamedTuple):
     """A file's size and the sha256 of each of its blocks."""
 
@@ -74,16 +64,20 @@ def header_of(
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(file: FileIO, entries: list[ToWrite], metadata: Mapping[str, str]) -> Written:
-    """Writes into an empty file, and does not sync it. Tensors in host memory are not copied.
+def write_file(file: FileIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
+    """Writes tensors by name into an empty file, and does not sync it. Those in host memory are not
+    copied.
 
     Raises:
         OSError: The file system reports an error.
     """
-    header = header_of(
-        ((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata, ours=True
-    )
-    return write_hashed(file, chain([memoryview(header)], _views(entries)))
+    header = header_of(described(tensors), metadata, ours=True)
+    return write_hashed(file, chain([memoryview(header)], _views(tensors.values())))
+
+
+def described(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """As `header_of` takes them."""
+    return ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def write_hashed(file: FileIO, views: Iterable[memoryview]) -> Written:
@@ -134,9 +128,9 @@ def _blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield block
 
 
-def _views(entries: list[ToWrite]) -> Iterator[memoryview]:
-    for entry in entries:
-        flat = entry.tensor.detach().reshape(-1)
+def _views(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
         if flat.device.type == "cpu":
             yield bytes_of(flat)
             continue

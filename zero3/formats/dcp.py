@@ -52,12 +52,8 @@ def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
         key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()
     }
     paths = found.get("planner_data") or {}
-    tree = (
-        _unfolded({tuple(paths.get(key, (key,))): value for key, value in leaves.items()})
-        if paths
-        else _split(leaves)
-    )
-    return run_of(tree, "dcp", str(path))
+    folded = {tuple(paths.get(key, (key,))): value for key, value in leaves.items()}
+    return run_of(_unfolded(folded) if paths else _split(leaves), "dcp", str(path))
 
 
 def _state(made: Any) -> dict[str, Any]:

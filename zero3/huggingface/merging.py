@@ -116,13 +116,8 @@ def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, l
             "Save them beside it (zero3.save_pretrained), or stream them (adapters_only=True)"
         )
     every = {name: name for names in contents.names.values() for name in names}
-    contents.rename(
-        {
-            name: ours
-            for theirs, name in without_adapters(model, every).items()
-            if (ours := _chosen(theirs, model))
-        }
-    )
+    left = without_adapters(model, every).items()
+    contents.rename({name: own for theirs, name in left if (own := _chosen(theirs, model))})
     return model.get_base_model(), modules
 
 

@@ -179,11 +179,8 @@ def match_packed(
         kind, name = parts[0].format, found.names[key][0]
         weight = weight_of(sharded[key].sites) if key in sharded else None
         here = "not quantised" if weight is None else weight.format.name
-        if (
-            here != kind.name
-            or any(part.format != kind for part in parts)
-            or len(parts) < len(index_map.sources)
-        ):
+        alike = len(parts) == len(index_map.sources) and all(p.format == kind for p in parts)
+        if here != kind.name or not alike:
             problems.append(f"{name} is stored as {kind.name}, and here it is {here}")
             continue
         reader = PackedReader(index_map, parts)
@@ -264,17 +261,13 @@ class PackedReader:
         height, width = kind.block
         rows, columns = self._map.shape[-2:]
         matrices = self._map.numel // max(1, rows * columns)
-        found = []
+        first_rows, found = torch.arange(matrices)[:, None, None] * rows, []
         # the first and the last element of each tile lie in the same tile there
         for corner in (0, 1):
-            at_rows = torch.arange(0, rows, height)
-            at_columns = torch.arange(0, columns, width)
-            if corner:
-                at_rows = (at_rows + height - 1).clamp(max=rows - 1)
-                at_columns = (at_columns + width - 1).clamp(max=columns - 1)
-            flat = (
-                torch.arange(matrices)[:, None, None] * rows + at_rows[None, :, None]
-            ) * columns + at_columns[None, None, :]
+            at_rows = (torch.arange(0, rows, height) + corner * (height - 1)).clamp(max=rows - 1)
+            at_columns = torch.arange(0, columns, width) + corner * (width - 1)
+            at_columns = at_columns.clamp(max=columns - 1)
+            flat = (first_rows + at_rows[:, None]) * columns + at_columns
             numbers, at = self._map.locate(flat.reshape(-1))
             tiles = torch.empty_like(at)
             for number, part in enumerate(self._parts):

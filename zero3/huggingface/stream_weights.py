@@ -24,7 +24,7 @@ from ..door import Door, used_between
 from ..names import innermost
 from ..optim.state_memory import land_steps
 from .merging import named_without_adapters
-from .outputs import Output, has_adapters, outputs_of_adapter, outputs_of_model
+from .outputs import Output, has_adapters, outputs_of_adapter, outputs_of_model, sources_of
 from .weights import WeightWalk
 
 __all__: list[str] = []
@@ -159,10 +159,7 @@ def walk_of(model: nn.Module, dtype: torch.dtype | None, options: Sequence[str])
             extra = {name: value for name, value in found if unreadable(value) is None}
         contents.others.update(extra)
         outputs = outputs_of_model(owner, contents, extra, dtype)
-    contents.check_loaded(
-        sorted({source for output in outputs for source in output.index_map.sources}),
-        "stream_weights",
-    )
+    contents.check_loaded(sources_of(outputs), "stream_weights")
     return WeightWalk(contents, outputs, modules, encoder=encoder)
 
 

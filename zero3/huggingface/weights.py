@@ -259,11 +259,7 @@ class WeightWalk:
         turn = self._turn(number, turns)
         if turn not in self._memory:
             sizes = [
-                sum(
-                    self._readings[chunk].nbytes
-                    for chunk in group.chunks
-                    if self._readings[chunk].alone
-                )
+                sum(r.nbytes for r in map(self._readings.__getitem__, group.chunks) if r.alone)
                 for other, group in enumerate(self._groups)
                 if self._turn(other, turns) == turn
             ]

@@ -231,22 +231,14 @@ class Zero3Accelerator(Accelerator):
         given = [each for each in args if isinstance(each, nn.Module)]
         if given:
             sync = self.gradient_state.plugin_kwargs.get("sync_each_batch")
-            check_alike(
-                self.device,
-                "the options of Zero3Accelerator",
-                {name: getattr(self, name, None) for name in _ALIKE} | {"sync_each_batch": sync},
-                "Give every rank the same",
-                "prepare",
-            )
+            told = {name: getattr(self, name, None) for name in _ALIKE} | {"sync_each_batch": sync}
+            what = "the options of Zero3Accelerator"
+            check_alike(self.device, what, told, "Give every rank the same", "prepare")
         for model in filter(is_sharded, given):
             refuse_ignored(model)
         models = [each for each in given if not is_sharded(each)]
-        optimizers = [
-            each
-            for each in args
-            if isinstance(each, torch.optim.Optimizer)
-            and not hasattr(each, "_is_accelerate_prepared")
-        ]
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        optimizers = [o for o in optimizers if not hasattr(o, "_is_accelerate_prepared")]
         with all_ranks(self.device, "prepare") if given or optimizers else nullcontext():
             handover = Handover(models, optimizers)
         for model in models:
@@ -424,20 +416,15 @@ class Zero3Accelerator(Accelerator):
             state for model, state in zip(models, weights, strict=True) if not is_sharded(model)
         ]
         if (model := self._together()) is not None:
-            save_checkpoint(
-                Path(output_dir) / _DIRECTORY,
-                model,
-                self._plain_optimizers(),
-                extra={"step": self.step},
-            )
+            path, extra = Path(output_dir) / _DIRECTORY, {"step": self.step}
+            save_checkpoint(path, model, self._plain_optimizers(), extra=extra)
 
     def _load_sharded(self, models: list[nn.Module], input_dir: str) -> None:
         models[:] = [model for model in models if not is_sharded(model)]
         if (model := self._together()) is not None:
             self._check_files(Path(input_dir))
-            self._step_loaded = load_checkpoint(
-                Path(input_dir) / _DIRECTORY, model, self._plain_optimizers()
-            )["step"]
+            path = Path(input_dir) / _DIRECTORY
+            self._step_loaded = load_checkpoint(path, model, self._plain_optimizers())["step"]
 
     def _check_files(self, directory: Path) -> None:
         """accelerate would miss them when the models have changed."""
@@ -462,11 +449,8 @@ class Zero3Accelerator(Accelerator):
         return [optimizer.optimizer for optimizer in self._apart_optimizers] or None
 
     def _sharded(self) -> list[nn.Module]:
-        return [
-            self.unwrap_model(model, keep_torch_compile=False)
-            for model in self._models
-            if is_sharded(model)
-        ]
+        models = filter(is_sharded, self._models)
+        return [self.unwrap_model(model, keep_torch_compile=False) for model in models]
 
     def _together(self) -> nn.Module | None:
         """The one sharded model, or all in one module: then one checkpoint holds them all, and

@@ -95,11 +95,9 @@ class Handover:
             groups = param_groups(
                 model, lambda name, info: {"place": places[name], **cut_as.get(places[name], {})}
             )
-            yield from (
-                (place, group["params"])
-                for group in groups
-                if (place := group["place"]) is not None
-            )
+            for group in groups:
+                if group["place"] is not None:
+                    yield group["place"], group["params"]
 
 
 def _cut(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
@@ -133,19 +131,12 @@ def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     """
     chunks = {id(chunk) for chunk in get_trainable_chunk(model)}
     held = {id(optimizer): set(map(id, held_by(optimizer))) for optimizer in optimizers}
-    empty = [
-        optimizer
-        for optimizer in optimizers
-        if not all(group["params"] for group in optimizer.param_groups)
-    ]
+    empty = [o for o in optimizers if not all(group["params"] for group in o.param_groups)]
+    its = [each for each in optimizers if each in empty or held[id(each)] & chunks]
     if empty or (chunks and chunks <= set().union(*held.values())):
-        check_optimizer(
-            model,
-            *(each for each in optimizers if each in empty or held[id(each)] & chunks),
-            strict=False,
-        )
+        check_optimizer(model, *its, strict=False)
     else:
-        check_exact(model, *(each for each in optimizers if held[id(each)] & chunks))
+        check_exact(model, *its)
 
 
 def check_held(optimizer: torch.optim.Optimizer, known: Container[int] = ()) -> None:

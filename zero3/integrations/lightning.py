@@ -144,12 +144,8 @@ class Zero3Strategy(DDPStrategy):
         _prepare(self.model, self.precision_plugin, self._sharding, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
-            _check(
-                [self.model],
-                self.optimizers,
-                self.root_device,
-                "make it in configure_optimizers, from self.parameters()",
-            )
+            advice = "make it in configure_optimizers, from self.parameters()"
+            _check([self.model], self.optimizers, self.root_device, advice)
         self.setup_precision_plugin()
 
     def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -181,11 +177,8 @@ class Zero3Strategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         _refuse(self.lightning_module.trainer.callbacks)  # one saves when it is refused
-        rest = {
-            key: value
-            for key, value in checkpoint.items()
-            if key not in ("state_dict", "optimizer_states")
-        }
+        apart = ("state_dict", "optimizer_states")
+        rest = {key: value for key, value in checkpoint.items() if key not in apart}
         optimizers = _inner(self.optimizers) if "optimizer_states" in checkpoint else None
         save_checkpoint(filepath, self.lightning_module, optimizers or None, extra=rest)
 
@@ -256,12 +249,8 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        _check(
-            self._models,
-            [optimizer],
-            self.root_device,
-            "call fabric.setup_module first, and make it from model.parameters()",
-        )
+        advice = "call fabric.setup_module first, and make it from model.parameters()"
+        _check(self._models, [optimizer], self.root_device, advice)
         return optimizer
 
     def setup_module_and_optimizers(
@@ -348,11 +337,8 @@ def _divided(state: dict[str, Any]) -> tuple[nn.Module, dict[str, Optimizer], di
             "directory of its own"
         )
     optimizers = {key: value for key, value in found.items() if isinstance(value, Optimizer)}
-    return (
-        models[0],
-        optimizers,
-        {k: v for k, v in found.items() if k not in optimizers and not isinstance(v, nn.Module)},
-    )
+    rest = {k: v for k, v in found.items() if not isinstance(v, nn.Module | Optimizer)}
+    return models[0], optimizers, rest
 
 
 def _inner(optimizers: Any) -> list[Optimizer]:

@@ -101,13 +101,10 @@ def refuse_ignored(model: nn.Module) -> None:
     """
     states = states_of(model)
     alone = {id(each.parameter) for each in ignored_of(states)}
-    trained = [
-        name
-        for name, parameter in model.named_parameters()
-        if id(parameter) in alone and parameter.requires_grad
-    ]
     if not alone:  # on all ranks or on none: they have compared their policies
         return
+    left = ((name, each) for name, each in model.named_parameters() if id(each) in alone)
+    trained = [name for name, parameter in left if parameter.requires_grad]
     first, what = states[0], "whether ignored parameters train"
     with agreeing(first.communicator, first.device, what):
         if trained:

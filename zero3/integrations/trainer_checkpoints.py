@@ -12,6 +12,7 @@ checkpoint-N/
 from __future__ import annotations
 
 import json
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,8 @@ def load_rest(
         schedule.load_state_dict(extra["schedule"])
 
 
-def step_of(checkpoint: Path) -> object:
-    return json.loads((checkpoint / STATE).read_text())["global_step"]
+def step_of(checkpoint: str | os.PathLike[str]) -> object:
+    return json.loads((Path(checkpoint) / STATE).read_text())["global_step"]
 
 
 def check(checkpoint: Path, device: torch.device) -> None:
