@@ -131,6 +131,8 @@ def _fill(
                 blank[owner, attribute] = torch.empty_like(owner._buffers[attribute], device="cpu")  # type: ignore[arg-type]
                 copies[owner]._buffers[attribute] = blank[owner, attribute]
         run_hook(hook, copy)
+        values = {(owner, name): copies[owner]._buffers.get(name) for owner, name in blank}
+        written = {place: v for place, v in values.items() if is_written(v, blank[place])}
     # the buffers stay on meta, and the first forward raises an error that names them
     except Exception as error:
         names = [place.name for attributes in wanted.values() for place in attributes.values()]
@@ -138,11 +140,10 @@ def _fill(
         _log.warning(what, type(root).__name__, ", ".join(names), error)
         return []
     filled: list[tuple[str, Tensor]] = []
-    for (owner, attribute), old in blank.items():
-        value, place = copies[owner]._buffers.get(attribute), wanted[owner][attribute]
-        if is_written(value, old):
-            owner._buffers[attribute] = own = value.to(device=place.device, dtype=old.dtype)
-            filled.append((place.name, own))
+    for (owner, attribute), value in written.items():
+        place, dtype = wanted[owner][attribute], blank[owner, attribute].dtype
+        owner._buffers[attribute] = own = value.to(device=place.device, dtype=dtype)
+        filled.append((place.name, own))
     return filled
 
 

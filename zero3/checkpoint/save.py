@@ -257,8 +257,8 @@ class _Prepared:
         self._join_run()
         # ranks whose buffers equal rank 0's do not store them again
         if number == 0 or answers[number][8:] != answers[0][8:]:
-            others_here = contents.others.items()
-            self.model_entries |= {f"other:{number}:{name}": each for name, each in others_here}
+            buffers = contents.others.items()
+            self.model_entries |= {f"other:{number}:{name}": each for name, each in buffers}
         for chunk in contents.chunks():
             chunk.adopt_values()
             for span in contents.spans(chunk) if contents.writes else ():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +125,7 @@ class _Runs:
         self._outer = sizes[:split]
         self._length = math.prod(sizes[split:])
         self._count = math.prod(self._outer) if values.numel else 0
-        self._first: int = sum(map(operator.mul, offsets, self._strides))
+        self._first = sum(a * b for a, b in zip(offsets, self._strides, strict=True))
         self._values = values
 
     def _begin(self, number: int) -> int:
