@@ -155,9 +155,10 @@ class TorchFile:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
     ) -> Lazy:
-        # torch refuses what can't be a shape, and tells in which order elements lie, over how many
-        likeness = torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta")
-        span, info = likeness.untyped_storage().nbytes(), self._records.get(record)
+        # torch refuses what can't be a shape, and tells in which order elements lie
+        likeness = torch.empty_strided(shape, strides, device="meta")
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        span, info = last + 1 if likeness.numel() else 0, self._records.get(record)
         end = (offset + span) * dtype.itemsize
         begins_in_it = isinstance(offset, int) and min(0, offset, *strides) == 0
         if info is None or not begins_in_it or end > info.file_size:
