@@ -143,7 +143,7 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
 
 def _range(kind: str, name: str, lazy: Lazy) -> _Blob:
     """All of a tensor, flattened."""
-    return f"{kind}:{name}[0:{lazy.numel}]", lazy.part(0, lazy.numel)
+    return f"{kind}:{name}[0:{lazy.numel}]", replace(lazy, shape=(lazy.numel,))
 
 
 def _described(run: Run, name: str) -> dict[str, Any]:
