@@ -244,7 +244,7 @@ def test_no_assert_statement(source: str) -> None:
 
 
 # Their signatures are those of the functions that they stand for.
-_LIKE_OTHERS = {"optim/grad_scaler: step", "integrations/transformers: train", "huggingface/tracing: contiguous"}
+_LIKE_OTHERS = {"optim/grad_scaler: step", "integrations/transformers: train"}
 
 
 def test_no_parameter_can_be_meant_by_a_keyword_of_the_user() -> None:

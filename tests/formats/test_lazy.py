@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero3.formats.lazy import Block, Lazy, assembled, held, joined
+from zero3.formats.lazy import Lazy, assembled, held, joined
 
 
 def check(lazy: Lazy, expected: Tensor, data: Any) -> None:
@@ -26,18 +26,18 @@ def check(lazy: Lazy, expected: Tensor, data: Any) -> None:
 def test_blocks_of_any_dimensions(shape: list[int], data: Any) -> None:
     whole = torch.randn(shape)
     cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
-    blocks = [Block((), held(whole))] if not shape else []
+    blocks = [((), held(whole))] if not shape else []
     places: list[list[tuple[int, int]]] = [[]]
     for ends in cuts:
         places = [[*place, pair] for place in places for pair in itertools.pairwise(ends)]
     for place in data.draw(st.permutations(places)):
         values = whole[tuple(slice(*pair) for pair in place)]
-        blocks.append(Block(tuple(first for first, _ in place), held(values)))
+        blocks.append((tuple(first for first, _ in place), held(values)))
     check(assembled(torch.float32, tuple(shape), blocks), whole, data)
 
 
 def test_a_number_is_a_block() -> None:
-    assert assembled(torch.float32, (), [Block((), held(torch.tensor(3.0)))]).tensor() == 3
+    assert assembled(torch.float32, (), [((), held(torch.tensor(3.0)))]).tensor() == 3
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.data())

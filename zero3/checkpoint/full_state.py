@@ -70,13 +70,14 @@ def full_state_dict(
     first = states[0]
     keeps = not rank0_only or is_first(first.communicator)
     extra: dict[str, Any] = {}
-    error = not_a_dtype(dtype)
+    error: Exception | None = None
     try:
+        check_dtype(dtype)
         land_steps(states)
         extra = copied(extra_states_of(model)) if keeps else {}
     # of any kind, since modules raise it: the other ranks have to hear of it
     except Exception as caught:
-        error = error or caught
+        error = caught
     agree_to_gather(states, "full_state_dict", error)
     travels = not rank0_only and first.communicator.world_size > 1
     if travels and extra and not all(state.pinned for state in states):
@@ -211,20 +212,17 @@ def _watched(states: list[LayerState], doing: str) -> Iterator[LayerState]:
             advance(nbytes)
 
 
-def not_a_dtype(dtype: Any) -> Exception | None:
-    """Returns the error if `dtype` can't be saved in. Integers would truncate every weight, and 8
+def check_dtype(dtype: Any) -> None:
+    """Raises the error if `dtype` can't be saved in. Integers would truncate every weight, and 8
     bits need scales.
     """
-    if dtype is None or (
-        isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-    ):
-        return None
-    if isinstance(dtype, torch.dtype):
-        return ValueError(
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype must be a torch.dtype or None, found {dtype!r}")
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(
             "floating tensors are converted to dtype, so it must be a floating dtype of 16 bits "
             f"or more, found {dtype}"
         )
-    return TypeError(f"dtype must be a torch.dtype or None, found {dtype!r}")
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

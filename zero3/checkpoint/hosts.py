@@ -20,6 +20,7 @@ from ..core.layer_state import LayerState
 from . import file_operations, manifest
 from .manifest import Manifest
 from .safetensors_files import bytes_of, fill
+from .safetensors_writing import write_text
 
 __all__: list[str] = []
 
@@ -60,16 +61,10 @@ class Hosts:
         # in the order of their lowest ranks, which lead
         self.ranks = list(by_place.values())
         self.number = {rank: n for n, ranks in enumerate(self.ranks) for rank in ranks}
+        leader = self.ranks[self.number[self.me]][0]
+        self.leads = leader == self.me
         # new, and the same on all ranks of this host
-        self.token = str(json.loads(told[self.leader])[1])
-
-    @property
-    def leader(self) -> int:
-        return self.ranks[self.number[self.me]][0]
-
-    @property
-    def leads(self) -> bool:
-        return self.leader == self.me
+        self.token = str(json.loads(told[leader])[1])
 
     def copies(self, files: Iterable[tuple[str, int]], replicas: int) -> list[Parcel]:
         """Each rank's files, of so many bytes, go to the next hosts: each to another rank of it."""
@@ -253,7 +248,8 @@ class PartsOfHosts:
                 file_operations.remove(self._assembled / name)
                 os.link(self.found.data / name, self._assembled / name)
             if self.hosts.leads and not self._has_manifest:
-                manifest.write_copy(self._path, self._text, self.hosts.token)
+                write_text(self._path / manifest.NAME, self._text, self.hosts.token)
+                file_operations.sync_directory(self._path)
         return set(names) - wanted[home]
 
     def _verify(self, names: Iterable[str], ranks: Sequence[int]) -> None:

@@ -104,7 +104,6 @@ class _Loader:
         self._kinds = ["model"] if optimizer is None else ["model", "optimizer"]
         self._first = states_of(model)[0]
         self._files: SafetensorsFiles
-        self._stored: dict[str, Stored] = {}
         self._optimizer: Together | None = None
         self._held: list[Held] = []
         self._placing: Placing | None = None
@@ -113,20 +112,15 @@ class _Loader:
         self._parts: PartsOfHosts | None = None  # of a checkpoint that lies on several hosts
 
     def load(self) -> Any:
-        self._parts = parts_of(self._path, self._first)
-        try:
-            return self._load(self._parts)
-        finally:
-            if self._parts is not None:
-                self._parts.clean()
-
-    def _load(self, parts: PartsOfHosts | None) -> Any:
-        found, contents = self._found()
-        if parts is None:
-            self._verify(found, contents)
-        else:  # what lies on several hosts is hashed where it is read, or sent from
-            found = parts.assemble(self._names(found))
+        self._parts = parts = parts_of(self._path, self._first)
         with ExitStack() as opened:
+            if parts is not None:
+                opened.callback(parts.clean)
+            found, contents = self._found()
+            if parts is None:
+                self._verify(found, contents)
+            else:  # what lies on several hosts is hashed where it is read, or sent from
+                found = parts.assemble(self._names(found))
             with self._agreeing("the contents of load_checkpoint"), manifest.reading(found):
                 self._open(found, opened)
                 self._check(found, contents)
@@ -144,7 +138,6 @@ class _Loader:
     def _open(self, found: Manifest, opened: ExitStack) -> None:
         files = SafetensorsFiles(found.data, self._names(found))
         self._files = opened.enter_context(closing(files))
-        self._stored = files.tensors
         self._ranges = Ranges(files)
 
     def _needed(self, found: Manifest, contents: Contents) -> set[str]:
@@ -352,7 +345,7 @@ class _Loader:
         rows.fill(span.start, kept, read)
 
     def _at(self, name: str) -> Stored:
-        if (stored := self._stored.get(name)) is None:
+        if (stored := self._files.tensors.get(name)) is None:
             raise ValueError(f"there is no {name!r}")
         return stored
 
@@ -369,18 +362,17 @@ class _Loader:
         """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise the
         value that all ranks share.
         """
-        if (own := f"other:{contents.number}:{name}") in self._stored:
+        if (own := f"other:{contents.number}:{name}") in self._files.tensors:
             return self._tensor(own)
         value = torch.empty(contents.shape(name), dtype=contents.dtype(name))
         self._ranges.read("parameter", name, 0, value.view(-1))
         return value
 
     def _restore_random(self, found: Manifest, contents: Contents) -> None:
-        names, prefix = found.names("model"), f"random:{contents.number}:"
-        if contents.number >= len(names):
-            return
-        metadata = self._files.metadata[names[contents.number]]
-        if "random" in metadata:  # a converted one has none
-            own = [name for name in self._stored if name.startswith(prefix)]
-            tensors = {name.removeprefix(prefix): self._tensor(name) for name in own}
-            random_state.restore(contents.device, tensors, metadata["random"])
+        prefix = f"random:{contents.number}:"
+        for name in found.names("model")[contents.number : contents.number + 1]:
+            metadata = self._files.metadata[name]
+            if "random" in metadata:  # a converted one has none
+                own = [name for name in self._files.tensors if name.startswith(prefix)]
+                tensors = {name.removeprefix(prefix): self._tensor(name) for name in own}
+                random_state.restore(contents.device, tensors, metadata["random"])

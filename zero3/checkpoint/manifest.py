@@ -109,12 +109,6 @@ def write(directory: Path, content: dict[str, Any], files: dict[str, Written], t
     file_operations.sync_directory(directory)
 
 
-def write_copy(directory: Path, text: str, token: str) -> None:
-    """The manifest of another host, whose files have come here."""
-    write_text(directory / NAME, text, token)
-    file_operations.sync_directory(directory)
-
-
 def number_of(file: str) -> int:
     """The number of the rank that wrote a checkpoint's file."""
     return int(file.split("-")[1])
@@ -130,13 +124,9 @@ def read(path: str | os.PathLike[str]) -> Manifest:
     """
     directory = file_operations.directory_of(path)
     if not (directory / NAME).is_file():
-        found = ", ".join(file_operations.names_in(directory)[:8]) or (
-            "nothing"
-            if directory.is_dir()
-            else "a file"
-            if directory.is_file()
-            else "no such directory"
-        )
+        other = "a file" if directory.is_file() else "no such directory"
+        names = file_operations.names_in(directory)[:8]
+        found = ", ".join(names) or ("nothing" if directory.is_dir() else other)
         raise ValueError(f"{directory} is no checkpoint: there is no {NAME} in it (found {found})")
     _refuse_links(directory / NAME)
     manifest = Manifest.of(directory, parse(directory / NAME))

@@ -8,7 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -130,12 +130,9 @@ def _fill(
             for attribute in attributes:
                 blank[owner, attribute] = torch.empty_like(owner._buffers[attribute], device="cpu")  # type: ignore[arg-type]
                 copies[owner]._buffers[attribute] = blank[owner, attribute]
-        versions = {place: buffer._version for place, buffer in blank.items()}
-        run = getattr(copy, "reset_parameters", None) if hook is None else partial(hook, copy)
-        if not callable(run):
-            return []
-        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            run()
+        run_hook(hook, copy)
+        values = {(owner, name): copies[owner]._buffers.get(name) for owner, name in blank}
+        written = {place: v for place, v in values.items() if is_written(v, blank[place])}
     # the buffers stay on meta, and the first forward raises an error that names them
     except Exception as error:
         names = [place.name for attributes in wanted.values() for place in attributes.values()]
@@ -143,13 +140,24 @@ def _fill(
         _log.warning(what, type(root).__name__, ", ".join(names), error)
         return []
     filled: list[tuple[str, Tensor]] = []
-    for (owner, attribute), old in blank.items():
-        value, place = copies[owner]._buffers.get(attribute), wanted[owner][attribute]
-        written = value is not old or old._version != versions[owner, attribute]
-        if value is not None and not value.is_meta and written:
-            owner._buffers[attribute] = own = value.to(device=place.device, dtype=old.dtype)
-            filled.append((place.name, own))
+    for (owner, attribute), value in written.items():
+        place, dtype = wanted[owner][attribute], blank[owner, attribute].dtype
+        owner._buffers[attribute] = own = value.to(device=place.device, dtype=dtype)
+        filled.append((place.name, own))
     return filled
+
+
+def run_hook(hook: Callable[[nn.Module], Any] | None, copy: nn.Module) -> None:
+    """Has a `twin` compute its tensors, on the CPU. None: by its own `reset_parameters`, if any."""
+    run = getattr(copy, "reset_parameters", None) if hook is None else partial(hook, copy)
+    if callable(run):
+        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            run()
+
+
+def is_written(value: Tensor | None, blank: Tensor) -> TypeGuard[Tensor]:
+    """Whether a hook has filled a new tensor, `blank`, or put `value` in its place."""
+    return value is not None and not value.is_meta and (value is not blank or value._version > 0)
 
 
 def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:

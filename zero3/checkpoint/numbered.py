@@ -88,9 +88,9 @@ def _views(roots: Sequence[Path], run: str | None) -> list[_View]:
             if run is None or of == run:
                 with suppress(ValueError, OSError):
                     content = manifest.parse(path / manifest.NAME)
-                    # a part of a local one, or the whole of another
-                    local = bool(content.get("local"))
-                    here = files_here(path, content) if local or _is_whole(path) else []
+                    if not content.get("local"):  # a part of such a one counts
+                        manifest.read(path)
+                    here = files_here(path, content)
                     found.append({
                         "number": number, "root": index, "name": path.name, "run": of,
                         "data": content["data"], "all": sorted(content["files"]), "files": here,
@@ -126,14 +126,6 @@ def check_run(run: Any) -> None:
         raise ValueError("run must be the name of a run, or None, found an empty text")
 
 
-def _is_whole(path: Path) -> bool:
-    try:
-        manifest.read(path)
-    except (ValueError, OSError):
-        return False
-    return True
-
-
 def next_number(path: Path) -> int:
     """The number of a new checkpoint at `path`: one more than any in the same directory. Damaged
     checkpoints do not count.
@@ -148,20 +140,11 @@ def prune(directory: Path, keep: int, run: str) -> None:
     Checkpoints of other runs, and of none, stay, and so does what names another run. Links are
     passed over.
     """
-    numbered = sorted(
-        (number, path)
-        for number, path, of in _numbered(directory, strict=False)
-        if of == run and not path.is_symlink()
-    )
-    for _, path in numbered[:-keep]:
+    own = ((n, path) for n, path, of in _numbered(directory, strict=False) if of == run)
+    for _, path in sorted((n, path) for n, path in own if not path.is_symlink())[:-keep]:
         manifest.delete(path)
-    for path in _paths_in(directory):
-        if (
-            path.is_dir()
-            and not path.is_symlink()
-            and manifest.is_remains(path)
-            and not manifest.names_another_run(path, run)
-        ):
+    for path in filter(manifest.is_remains, _paths_in(directory)):
+        if not path.is_symlink() and not manifest.names_another_run(path, run):
             manifest.delete(path)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
@@ -25,16 +24,6 @@ __all__: list[str] = []
 
 # of a file have one hash; the copy of a device's tensors on the CPU takes no more at a time
 BLOCK_BYTES = 1 << 24
-
-
-class ToWrite(NamedTuple):
-    """A tensor to write, with its name and shape in the file. The shape has as many elements as the
-    tensor.
-    """
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]
 
 
 class Written(NamedTuple):
@@ -75,33 +64,35 @@ def header_of(
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(file: FileIO, entries: list[ToWrite], metadata: Mapping[str, str]) -> Written:
-    """Writes into an empty file, and does not sync it. Tensors in host memory are not copied.
+def write_file(file: FileIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
+    """Writes tensors by name into an empty file, and does not sync it. Those in host memory are not
+    copied.
 
     Raises:
         OSError: The file system reports an error.
     """
-    header = header_of(
-        ((entry.name, entry.tensor.dtype, entry.shape) for entry in entries), metadata, ours=True
-    )
-    return write_hashed(file, chain([memoryview(header)], _views(entries)))
+    header = header_of(described(tensors), metadata, ours=True)
+    return write_hashed(file, chain([memoryview(header)], _views(tensors.values())))
+
+
+def described(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """As `header_of` takes them."""
+    return ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
 
 def write_hashed(file: FileIO, views: Iterable[memoryview]) -> Written:
     """Likewise, for the bytes of `views` in order. A view may change only when two blocks have been
     written after it.
     """
-    nbytes, blocks, hashes = 0, [], deque[Future[str]]()
+    nbytes, hashes = 0, list[Future[str]]()
     with ThreadPoolExecutor(1) as hasher:
         for block in _blocks(views):
             hashes.append(hasher.submit(_hash, block))
             file_operations.write(file, block)
             nbytes += sum(map(len, block))
-            # the thread is one block behind at most, so that memory is bounded
-            while len(hashes) > 1:
-                blocks.append(hashes.popleft().result())
-        blocks += [future.result() for future in hashes]
-    return Written(nbytes, blocks)
+            if len(hashes) > 1:  # the thread is one block behind at most: memory is bounded
+                hashes[-2].result()
+    return Written(nbytes, [each.result() for each in hashes])
 
 
 def write_text(path: Path, text: str, token: str) -> None:
@@ -137,9 +128,9 @@ def _blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield block
 
 
-def _views(entries: list[ToWrite]) -> Iterator[memoryview]:
-    for entry in entries:
-        flat = entry.tensor.detach().reshape(-1)
+def _views(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
         if flat.device.type == "cpu":
             yield bytes_of(flat)
             continue

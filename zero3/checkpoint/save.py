@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from ..access import used_together
 from ..comm.agreement import agree, agreeing, exchange_texts
 from ..comm.plain_values import integer
-from ..core.layer_state import LayerState
 from ..optim.check_optimizer import warn_if_inexact
 from ..optim.several import Optimizers, Together
 from ..optim.state_memory import land_steps
@@ -37,7 +36,7 @@ from .extra_state import encoded, extra_states_of
 from .hosts import Hosts, from_rank
 from .numbered import check_run, next_number, prune
 from .safetensors_files import bytes_of
-from .safetensors_writing import ToWrite, Written, header_of, write_file
+from .safetensors_writing import Written, described, header_of, write_file
 from .saved_optimizer import Held, contents_of, held_by
 from .value_hashes import value_hashes
 
@@ -203,8 +202,8 @@ class _Prepared:
         self.contents = contents = Contents(model, "save_checkpoint")
         self.token = ""
         self.hosts: Hosts | None = None  # with `local`, those on which the parts lie
-        self.model_entries: list[ToWrite] = []
-        self.optimizer_entries: list[ToWrite] | None = None
+        self.model_entries: dict[str, Tensor] = {}
+        self.optimizer_entries: dict[str, Tensor] | None = None
         self.metadata: dict[str, str] = {}
         written = getattr(getattr(model, "config", None), "to_json_string", None)
         tensors: list[Tensor] = []
@@ -219,14 +218,13 @@ class _Prepared:
         if contents.is_first:
             self.content["extra"] = encoded({"extra": asked.extra}, tensors)["extra"]
             self.content["extra_states"] = encoded(extra_states_of(model), tensors)
-        self.model_entries += _whole({f"extra:{n}": tensor for n, tensor in enumerate(tensors)})
-        described = contents.description().items()
-        self.content["tensors"] = {n: {**each, "stored": self.stores(n)} for n, each in described}
+        self.model_entries |= {f"extra:{n}": tensor for n, tensor in enumerate(tensors)}
+        found = contents.description().items()
+        self.content["tensors"] = {n: {**each, "stored": self.stores(n)} for n, each in found}
         named = [*contents.parameters, *contents.others]
         contents.check_loaded(filter(self.stores, named), "save_checkpoint")
         # both raise if the format has no name for a dtype
-        entries = ((entry.name, entry.tensor.dtype, entry.shape) for entry in self.model_entries)
-        header_of(entries, {}, ours=True)
+        header_of(described(self.model_entries), {}, ours=True)
         header_of(((n, contents.dtype(n), ()) for n in self.content["tensors"]), {}, ours=True)
 
     def stores(self, name: str) -> bool:
@@ -259,16 +257,15 @@ class _Prepared:
         self._join_run()
         # ranks whose buffers equal rank 0's do not store them again
         if number == 0 or answers[number][8:] != answers[0][8:]:
-            buffers = {f"other:{number}:{name}": each for name, each in contents.others.items()}
-            self.model_entries += _whole(buffers)
+            buffers = contents.others.items()
+            self.model_entries |= {f"other:{number}:{name}": each for name, each in buffers}
         for chunk in contents.chunks():
             chunk.adopt_values()
             for span in contents.spans(chunk) if contents.writes else ():
                 if self.stores(span.name) and span.numel:
-                    self.model_entries.append(_part("parameter", span, chunk.shard.data))
+                    self.model_entries |= _part("parameter", span, chunk.shard.data)
         generators, self.metadata["random"] = random_state.generators(contents.device)
-        generators = {f"random:{number}:{kind}": state for kind, state in generators.items()}
-        self.model_entries += _whole(generators)
+        self.model_entries |= {f"random:{number}:{kind}": s for kind, s in generators.items()}
         left = [name for name in contents.parameters if not self.stores(name)]
         left = [name for name in left if self.asked.weights and not contents.is_empty(name)]
         for name, value in value_hashes(contents, left, "save_checkpoint").items():
@@ -305,12 +302,10 @@ class _Prepared:
             self.clean()
             raise
 
-    def files(self) -> dict[str, tuple[list[ToWrite], Mapping[str, str]]]:
+    def files(self) -> dict[str, tuple[dict[str, Tensor], Mapping[str, str]]]:
         """Returns the tensors and the metadata of each file that this rank writes."""
         suffix = f"{self.contents.number:05}-of-{self.contents.world_size:05}.safetensors"
-        files: dict[str, tuple[list[ToWrite], Mapping[str, str]]] = {
-            f"model-{suffix}": (self.model_entries, self.metadata),
-        }
+        files: dict[str, Any] = {f"model-{suffix}": (self.model_entries, self.metadata)}
         if self.optimizer_entries is not None:
             files[f"optimizer-{suffix}"] = self.optimizer_entries, {}
         return files
@@ -367,17 +362,12 @@ class _Prepared:
             _log.warning("cleaning up after a checkpoint failed: %s", error)
 
 
-def _whole(tensors: Mapping[str, Tensor]) -> list[ToWrite]:
-    return [ToWrite(name, each.detach(), tuple(each.shape)) for name, each in tensors.items()]
+def _part(kind: str, span: NamedSpan, flat: Tensor) -> dict[str, Tensor]:
+    return {f"{kind}:{span.name}[{span.start}:{span.stop}]": span.of(flat)}
 
 
-def _part(kind: str, span: NamedSpan, flat: Tensor) -> ToWrite:
-    name = f"{kind}:{span.name}[{span.start}:{span.stop}]"
-    return ToWrite(name, span.of(flat), (span.numel,))
-
-
-def _state_entries(optimizer: Together, held: list[Held]) -> list[ToWrite]:
-    entries = []
+def _state_entries(optimizer: Together, held: list[Held]) -> dict[str, Tensor]:
+    entries: dict[str, Tensor] = {}
     for one in (one for one in held if one.spans and one.mine):
         blocks = optimizer.blocks(one.group)
         for key, value in optimizer.tensors(one.group, one.parameter).items():
@@ -386,9 +376,9 @@ def _state_entries(optimizer: Together, held: list[Held]) -> list[ToWrite]:
             flat = value.detach().reshape(-1)
             for span in one.filled:
                 if (own := one.cut(span, key, value, blocks)) is not None:
-                    entries += [_part(f"state:{key}", own, flat)] if own.numel else []
+                    entries |= _part(f"state:{key}", own, flat) if own.numel else {}
                 elif value.dim() and not span.start:
-                    entries += _whole({f"whole:{key}:{span.name}": value})
+                    entries[f"whole:{key}:{span.name}"] = value
     return entries
 
 
@@ -420,7 +410,9 @@ class Saving:
 
     def _copy(self) -> None:
         contents, what = self._prepared.contents, "the copies of save_checkpoint"
-        place = _place_of_copies(contents.states)
+        # for a file of copies, if the model may be larger than memory
+        places = (directory_of(state.policy) for state in contents.states)
+        place = next((place for place in places if place is not None), None)
         may_fail = agreeing(contents.communicator, contents.device, what)
         try:
             with may_fail if place is not None else nullcontext():
@@ -484,29 +476,21 @@ class Saving:
             state.saves.belong_to(self._prepared.run, self._prepared.content.get("number", 0))
 
 
-def _place_of_copies(states: Iterable[LayerState]) -> str | None:
-    """The directory for a file of copies, if the model may be larger than memory."""
-    places = (directory_of(state.policy) for state in states)
-    return next((place for place in places if place is not None), None)
-
-
 @torch.no_grad()
-def _copied(entries: list[ToWrite], directory: str | None) -> list[ToWrite]:
+def _copied(entries: dict[str, Tensor], directory: str | None) -> dict[str, Tensor]:
     """Copies to host memory or, where chunks rest in files, to a file in `directory`.
 
     Raises:
         OSError: The disk has no room for them.
         ValueError: There is no such directory any more.
     """
-    found = [(entry, entry.tensor.detach()) for entry in entries]
+    found = {name: tensor.detach() for name, tensor in entries.items()}
     if directory is None:
-        return [entry._replace(tensor=each.to("cpu", copy=True)) for entry, each in found]
+        return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()}
     files = MappedFiles(directory)
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for _, tensor in found]
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in found.values()]
     places = torch.split(files.empty(sum(sizes), torch.uint8), sizes)
-    copies = []
-    for (entry, tensor), place in zip(found, places, strict=True):
-        copy = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        files.rest(copy)
-        copies.append(entry._replace(tensor=copy))
-    return copies
+    for (name, tensor), place in zip(found.items(), places, strict=True):
+        found[name] = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        files.rest(found[name])
+    return found

@@ -90,15 +90,11 @@ class OptimizerContents:
 
 def named_states(found: Iterable[Any]) -> dict[str, NamedState]:
     """Makes a state for each name. `found`: items `[names, elements, scalars, whole]`."""
-    return {
-        name: NamedState(
-            dict(elements),
-            dict(scalars),
-            {key: (dtype, shape) for key, (dtype, shape) in whole.items()},
-        )
-        for names, elements, scalars, whole in found
-        for name in names
-    }
+    states: dict[str, NamedState] = {}
+    for names, elements, scalars, whole in found:
+        others = {key: (dtype, shape) for key, (dtype, shape) in whole.items()}
+        states |= dict.fromkeys(names, NamedState(dict(elements), dict(scalars), others))
+    return states
 
 
 def options_of(group: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import file_operations, manifest
-from ..checkpoint.full_state import not_a_dtype
+from ..checkpoint.full_state import check_dtype
 from ..checkpoint.progress import progress
 from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, bytes_of
@@ -93,8 +93,10 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
     """Returns the tensors of each file that the options ask for."""
     found.check_values()
     dtype = dtype_named(options.dtype) if options.dtype is not None else None
-    if (wrong := not_a_dtype(dtype)) is not None:
-        raise ValueError(f"--dtype {options.dtype}: {wrong}")
+    try:
+        check_dtype(dtype)
+    except ValueError as error:
+        raise ValueError(f"--dtype {options.dtype}: {error}") from None
     outputs: dict[str, Output] = {}
     for name, described in found.content["tensors"].items():
         own = dtype_named(described["dtype"])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..checkpoint import file_operations
 from . import pickled, torch_files
-from .lazy import Block, Lazy, as_lazy, assembled
+from .lazy import Lazy, as_lazy, assembled
 from .pickled import Global, Made
 from .run import Holds, Run
 from .trees import run_of, tree_of
@@ -52,12 +52,8 @@ def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
         key: reader.value(key, described) for key, described in found["state_dict_metadata"].items()
     }
     paths = found.get("planner_data") or {}
-    tree = (
-        _unfolded({tuple(paths.get(key, (key,))): value for key, value in leaves.items()})
-        if paths
-        else _split(leaves)
-    )
-    return run_of(tree, "dcp", str(path))
+    folded = {tuple(paths.get(key, (key,))): value for key, value in leaves.items()}
+    return run_of(_unfolded(folded) if paths else _split(leaves), "dcp", str(path))
 
 
 def _state(made: Any) -> dict[str, Any]:
@@ -87,13 +83,13 @@ class _Reader:
         named = properties["dtype"] if isinstance(properties, dict) else properties[0]
         dtype = torch_files.dtype_of(named)
         blocks = [
-            Block(chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype))
+            (chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype))
             for chunk in map(_state, facts["chunks"])
         ]
-        if sum(block.values.numel for block in blocks) != math.prod(shape):
+        if sum(values.numel for _, values in blocks) != math.prod(shape):
             raise ValueError(
                 f"{self._directory}: {key} has {shape}, and its blocks are "
-                f"{[block.values.shape for block in blocks]}"
+                f"{[values.shape for _, values in blocks]}"
             )
         return assembled(dtype, shape, blocks)
 

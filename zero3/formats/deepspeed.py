@@ -111,6 +111,7 @@ def read(path: Path, opened: ExitStack, _: Callable[[int], object]) -> Run:
 
 def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Of what each rank has, and not a piece of."""
+    missing = object()
     beside = [key for key in {**first, **other} if key not in _MANAGED]
     own = [
         key
@@ -119,9 +120,7 @@ def _differing(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     ]
     mine, theirs = first["module"], other["module"]
     return [
-        repr(key)
-        for key in beside
-        if key not in first or key not in other or not same(first[key], other[key])
+        repr(key) for key in beside if not same(first.get(key, missing), other.get(key, missing))
     ] + [key for key in own if not same(mine[key], theirs.get(key))]
 
 

@@ -96,17 +96,12 @@ def joined(dtype: torch.dtype, shape: tuple[int, ...], parts: Sequence[Lazy]) ->
     return Lazy(dtype, shape, read)
 
 
-@dataclass(frozen=True)
-class Block:
-    """A part of a tensor that begins at `offsets` and is as large as `values`."""
-
-    offsets: tuple[int, ...]
-    values: Lazy
+Block = tuple[tuple[int, ...], Lazy]  # where a part of a tensor begins, and its values
 
 
 def assembled(dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[Block]) -> Lazy:
     """A tensor from blocks that lie side by side in it, in any number of dimensions."""
-    runs = [_Runs(shape, block) for block in blocks]
+    runs = [_Runs(shape, *block) for block in blocks]
 
     def read(start: int, into: Tensor) -> None:
         for each in runs:
@@ -120,8 +115,8 @@ class _Runs:
     flattened block one after another.
     """
 
-    def __init__(self, shape: tuple[int, ...], block: Block) -> None:
-        sizes = block.values.shape
+    def __init__(self, shape: tuple[int, ...], offsets: tuple[int, ...], values: Lazy) -> None:
+        sizes = values.shape
         split = max(
             (at for at, (own, all_) in enumerate(zip(sizes, shape, strict=True)) if own != all_),
             default=0,
@@ -129,11 +124,9 @@ class _Runs:
         self._strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
         self._outer = sizes[:split]
         self._length = math.prod(sizes[split:])
-        self._count = math.prod(self._outer) if block.values.numel else 0
-        self._first = sum(
-            offset * stride for offset, stride in zip(block.offsets, self._strides, strict=True)
-        )
-        self._values = block.values
+        self._count = math.prod(self._outer) if values.numel else 0
+        self._first = sum(a * b for a, b in zip(offsets, self._strides, strict=True))
+        self._values = values
 
     def _begin(self, number: int) -> int:
         begin = self._first

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -46,9 +47,11 @@ class _Checkpoint:
     def __init__(self, found: manifest.Manifest, files: SafetensorsFiles) -> None:
         self._found = found
         self._content = found.content
-        self._files = files
         self._ranges = Ranges(files)
-        self._stored = {name: self._whole(name) for name in files.tensors}
+        self._stored = {
+            name: Lazy(stored.dtype, stored.shape, partial(files.read, stored))
+            for name, stored in files.tensors.items()
+        }
 
     def run(self) -> Run:
         content = self._content
@@ -100,23 +103,10 @@ class _Checkpoint:
 
     def _by_ranges(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> Lazy:
         self._ranges.check(kind, name, math.prod(shape), dtype)
-        return Lazy(
-            dtype_named(dtype),
-            shape,
-            lambda start, into: self._ranges.read(kind, name, start, into),
-        )
-
-    def _whole(self, name: str) -> Lazy:
-        stored = self._files.tensors[name]
-        return Lazy(
-            stored.dtype, stored.shape, lambda start, into: self._files.read(stored, start, into)
-        )
+        return Lazy(dtype_named(dtype), shape, partial(self._ranges.read, kind, name))
 
 
-class _Blob(NamedTuple):
-    name: str
-    lazy: Lazy
-    flat: bool = False  # a range of a flattened tensor, all of it
+_Blob = tuple[str, Lazy]  # by its name in the file
 
 
 def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
@@ -125,9 +115,7 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     content: dict[str, Any] = {"world_size": 1, "optimizer": None, "config": run.config}
     content["tensors"] = {name: _described(run, name) for name in run.tensors}
     blobs = [
-        _Blob(f"other:0:{name}", lazy)
-        if name in run.buffers
-        else _Blob(f"parameter:{name}[0:{lazy.numel}]", lazy, flat=True)
+        (f"other:0:{name}", lazy) if name in run.buffers else _range("parameter", name, lazy)
         for name, lazy in run.tensors.items()
         if lazy.numel or name in run.buffers
     ]
@@ -136,7 +124,7 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     content["extra_states"] = {
         name: _encoded(value, name, lazies) for name, value in run.extra_states.items()
     }
-    blobs += [_Blob(f"extra:{number}", lazy) for number, lazy in enumerate(lazies)]
+    blobs += [(f"extra:{number}", lazy) for number, lazy in enumerate(lazies)]
     files = {"model": blobs}
     if run.groups is not None:
         content["optimizer"], files["optimizer"] = _optimizer(run)
@@ -151,6 +139,11 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     for directory in (data, path):
         file_operations.sync_directory(directory)
     manifest.write(path, content | {"number": next_number(path)}, written, token)
+
+
+def _range(kind: str, name: str, lazy: Lazy) -> _Blob:
+    """All of a tensor, flattened."""
+    return f"{kind}:{name}[0:{lazy.numel}]", replace(lazy, shape=(lazy.numel,))
 
 
 def _described(run: Run, name: str) -> dict[str, Any]:
@@ -176,27 +169,21 @@ def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Blob]]:
     ]
     state = sorted_out(run.state, run.shapes, Tensor | Lazy)
     contents = OptimizerContents(groups, state, run.classes)
-    blobs = []
+    blobs: list[_Blob] = []
     for name, named in state.items():
         found = run.state[name]
         lazies = {key: as_lazy(found[key]) for key in (*named.elements, *named.whole)}
-        blobs += [
-            _Blob(f"state:{key}:{name}[0:{lazies[key].numel}]", lazies[key], flat=True)
-            for key in named.elements
-            if lazies[key].numel
-        ]
-        blobs += [_Blob(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
+        cut = [key for key in named.elements if lazies[key].numel]
+        blobs += [_range(f"state:{key}", name, lazies[key]) for key in cut]
+        blobs += [(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
     kinds = " and ".join(dict.fromkeys(run.classes))
     return {"class": kinds or None, **contents.to_json()}, blobs
 
 
 def _views(blobs: list[_Blob], advance: Callable[[int], object]) -> Iterator[memoryview]:
-    shapes = (
-        (blob.name, blob.lazy.dtype, (blob.lazy.numel,) if blob.flat else blob.lazy.shape)
-        for blob in blobs
-    )
+    shapes = ((name, lazy.dtype, lazy.shape) for name, lazy in blobs)
     yield memoryview(header_of(shapes, {}, ours=True))
-    for blob in blobs:
-        for piece in blob.lazy.pieces():
+    for _, lazy in blobs:
+        for piece in lazy.pieces():
             yield piece
             advance(len(piece))

@@ -18,6 +18,7 @@ import struct
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from io import FileIO, RawIOBase
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -164,11 +165,7 @@ class TorchFile:
             raise ValueError(f"a tensor of shape {shape} lies beyond {record}, or that is missing")
         if info.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{record} is compressed")
-        whole = Lazy(
-            dtype,
-            shape,
-            lambda start, into: self._read(record, (offset + start) * dtype.itemsize, into),
-        )
+        whole = Lazy(dtype, shape, partial(self._read, record, offset))
         return whole if likeness.is_contiguous() else self._in_order(whole, span, strides)
 
     def _in_order(self, stored: Lazy, span: int, strides: tuple[int, ...]) -> Lazy:
@@ -188,12 +185,13 @@ class TorchFile:
 
         return Lazy(stored.dtype, stored.shape, read)
 
-    def _read(self, record: str, start: int, into: Tensor) -> None:
+    def _read(self, record: str, offset: int, start: int, into: Tensor) -> None:
         if record not in self._positions:
             begin, header = self._offset + self._records[record].header_offset, bytearray(_HEADER)
             fill(self._file, begin, memoryview(header))
             self._positions[record] = begin + _HEADER + sum(struct.unpack("<HH", header[26:30]))
-        if fill(self._file, self._positions[record] + start, bytes_of(into)) < into.nbytes:
+        begin = self._positions[record] + (offset + start) * into.itemsize
+        if fill(self._file, begin, bytes_of(into)) < into.nbytes:
             raise ValueError(f"{self._what} ended within {record}: it is cut off")
 
 

@@ -128,20 +128,13 @@ def _with_optimizer(run: Run, found: Mapping[str, Any], what: str) -> Run:
             names |= {str(number): own_name(known[at]) for at, number in enumerate(listed)}
             listed = known
         named.append(mapped(options, small) | {"params": [own_name(name) for name in listed]})
-    by_name = {names.get(str(key), own_name(str(key))): values for key, values in state.items()}
-    return replace(
-        run,
-        groups=named,
-        state={
-            name: {key: small(value) for key, value in values.items()}
-            for name, values in by_name.items()
-        },
-        left_out=[
-            f"{key!r} of the optimizer (neither state nor groups)"
-            for key in found
-            if key not in ("state", "param_groups")
-        ],
-    )
+    by_name = {
+        names.get(str(number), own_name(str(number))): {key: small(v) for key, v in values.items()}
+        for number, values in state.items()
+    }
+    left = [key for key in found if key not in ("state", "param_groups")]
+    left_out = [f"{key!r} of the optimizer (neither state nor groups)" for key in left]
+    return replace(run, groups=named, state=by_name, left_out=left_out)
 
 
 def _unflattened(run: Run, found: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +42,18 @@ def places_of_adapters(model: nn.Module, path: Path) -> dict[str, Path]:
     adapters = getattr(innermost(model), "peft_config", None)
     if not isinstance(adapters, dict) or any((path / name).is_file() for name in (SINGLE, INDEX)):
         return {}
-    places = dict(_places(list(adapters), path))
+    places = {}
+    for adapter in adapters:  # peft writes "default" into the directory, others into their own
+        if (path / adapter / FILE).is_file():
+            places[adapter] = path / adapter
+        elif (path / FILE).is_file() and (adapter == "default" or len(adapters) == 1):
+            places[adapter] = path
     if places and (missing := [adapter for adapter in adapters if adapter not in places]):
         raise ValueError(
             f"{path} has files of the adapters {', '.join(places)}, and none of "
             f"{', '.join(missing)}; nothing was loaded"
         )
     return places
-
-
-def _places(adapters: list[str], path: Path) -> Iterator[tuple[str, Path]]:
-    # peft writes the adapter "default" into the directory, others into directories of their names
-    for adapter in adapters:
-        if (path / adapter / FILE).is_file():
-            yield adapter, path / adapter
-        elif (path / FILE).is_file() and (adapter == "default" or len(adapters) == 1):
-            yield adapter, path
 
 
 def fit_adapter(model: nn.Module, adapter: str, place: Path, stored: dict[str, Any]) -> Fit:

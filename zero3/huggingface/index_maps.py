@@ -8,7 +8,7 @@ although a checkpoint's tensors are rearranged in the model, and no tensor has t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from torch import Tensor
 __all__: list[str] = []
 
 Key = TypeVar("Key")
+_LOOKED_UP = 1 << 20  # elements together
 _AT_ONCE = 1 << 18  # grains are looked up together, so that tables of indices stay small
 # elements; if extents are shorter, looking up single elements is faster than reading ranges
 LONG_EXTENT = 1 << 10
@@ -82,42 +83,32 @@ class IndexMap(Generic[Key]):
                     end - begin - skipped,
                 )
 
-    # -- maps that are made from this one
+    def fill(
+        self,
+        out: Tensor,
+        start: int,
+        read: Callable[[Key, int, Tensor], object],
+        look_up: Callable[[Key, Tensor], Tensor],
+    ) -> None:
+        """Fills `out` `[n]` with the elements from number `start` on: by ranges, with
+        `read(source, first, target)`, or one by one, which `look_up(source, places)` returns.
+        """
+        stop = start + out.numel()
+        if self.is_by_ranges:
+            for extent in self.extents(start, stop):
+                first = extent.start - start
+                read(extent.source, extent.at, out[first : first + extent.length])
+            return
+        for low in range(start, stop, _LOOKED_UP):
+            numbers, at = self.locate(torch.arange(low, min(low + _LOOKED_UP, stop)))
+            piece = out[low - start : low - start + len(at)]
+            for number, source in enumerate(self.sources):
+                if (mine := numbers == number).any():
+                    piece[mine.to(out.device)] = look_up(source, at[mine]).to(out)
 
-    def reshaped(self, *shape: int) -> IndexMap[Key]:
-        """One size may be -1, as in torch."""
-        sizes = list(shape)
-        if -1 in sizes:
-            sizes[sizes.index(-1)] = self.numel // max(
-                1, math.prod(size for size in sizes if size != -1)
-            )
-        if math.prod(sizes) != self.numel:
-            raise ValueError(f"a tensor {self.shape} can't be reshaped to {tuple(sizes)}")
-        return _Reshaped(self, sizes)
-
-    def narrowed(self, dim: int, start: int, length: int) -> IndexMap[Key]:
-        dim = self._dim(dim)
-        if not 0 <= start <= start + length <= self.shape[dim]:
-            raise ValueError(
-                f"{start} to {start + length} are not in dimension {dim} of {self.shape}"
-            )
-        return _Narrowed(self, dim, start, length)
-
-    def permuted(self, order: Sequence[int]) -> IndexMap[Key]:
-        order = [self._dim(dim) for dim in order]
-        if sorted(order) != list(range(len(self.shape))):
-            raise ValueError(f"{tuple(order)} is no order of the dimensions of {self.shape}")
-        return _Permuted(self, order)
-
-    def transposed(self, dim0: int, dim1: int) -> IndexMap[Key]:
-        order = list(range(len(self.shape)))
-        order[dim0], order[dim1] = order[dim1], order[dim0]
-        return self.permuted(order)
-
-    def _dim(self, dim: int) -> int:
-        if not -len(self.shape) <= dim < len(self.shape):
-            raise ValueError(f"there is no dimension {dim} in {self.shape}")
-        return dim % len(self.shape)
+    def blank(self) -> Tensor:
+        """A tensor of this shape without values. Of its views `View` makes maps."""
+        return torch.empty(self.shape, device="meta")
 
 
 class Whole(IndexMap[Key]):
@@ -141,58 +132,50 @@ class Computed(IndexMap[str]):
         return False
 
 
-class _Reshaped(IndexMap[Key]):
-    def __init__(self, inner: IndexMap[Key], shape: Sequence[int]) -> None:
-        super().__init__(shape, inner.sources, inner.grain)
-        self._inner = inner
+class View(IndexMap[Key]):
+    """The map of a view of a contiguous tensor: torch tells at which elements it looks."""
+
+    def __init__(self, inner: IndexMap[Key], view: Tensor) -> None:
+        self._inner, self._first = inner, int(view.storage_offset())
+        # size and stride of each dimension, the last one first. Those that lie as one are one
+        steps: list[tuple[int, int]] = []
+        for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+            if steps and stride == math.prod(steps[-1]):
+                steps[-1] = size * steps[-1][0], steps[-1][1]
+            elif size != 1:
+                steps.append((size, stride))
+        side_by_side = steps[0][0] if steps and steps[0][1] == 1 else 1
+        apart = (stride for _, stride in steps if stride != 1)
+        grain = math.gcd(inner.grain, self._first, side_by_side, *apart)
+        super().__init__(view.shape, inner.sources, grain)
+        self._steps = steps
 
     def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        return self._inner.locate(flat)
-
-
-class _Narrowed(IndexMap[Key]):
-    def __init__(self, inner: IndexMap[Key], dim: int, start: int, length: int) -> None:
-        self._inner = inner
-        below = math.prod(inner.shape[dim + 1 :])
-        self._own = length * below
-        self._all = inner.shape[dim] * below
-        self._skipped = start * below
-        grain = math.gcd(inner.grain, self._own, self._all, self._skipped)
-        super().__init__(
-            [*inner.shape[:dim], length, *inner.shape[dim + 1 :]], inner.sources, grain
-        )
-
-    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        outer = flat.div(self._own, rounding_mode="floor")
-        return self._inner.locate(flat + outer * (self._all - self._own) + self._skipped)
-
-
-class _Permuted(IndexMap[Key]):
-    def __init__(self, inner: IndexMap[Key], order: Sequence[int]) -> None:
-        self._inner = inner
-        shape = [inner.shape[dim] for dim in order]
-        moved = [place for place, dim in enumerate(order) if place != dim]
-        kept = math.prod(shape[moved[-1] + 1 :]) if moved else inner.numel
-        strides = [math.prod(inner.shape[dim + 1 :]) for dim in order]
-        # for each dimension: its size, its stride in the permuted tensor, and its stride in the
-        # inner one
-        self._steps = [
-            (shape[place], math.prod(shape[place + 1 :]), strides[place])
-            for place in range(len(shape))
-        ]
-        super().__init__(shape, inner.sources, math.gcd(inner.grain, kept))
-
-    def locate(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        there = torch.zeros_like(flat)
-        for size, here, step in self._steps:
-            there += flat.div(here, rounding_mode="floor").remainder_(size).mul_(step)
+        there = torch.full_like(flat, self._first)
+        for size, stride in self._steps:
+            there += flat.remainder(size).mul_(stride)
+            flat = flat.div(size, rounding_mode="floor")
         return self._inner.locate(there)
 
 
-class _Joined(IndexMap[Key]):
+class Joined(IndexMap[Key]):
+    """The map of tensors that are joined along a dimension, as by `torch.cat`.
+
+    Raises:
+        ValueError: There is nothing to join, or sizes differ in another dimension.
+    """
+
     def __init__(self, parts: Sequence[IndexMap[Key]], dim: int) -> None:
-        self._parts = parts
-        shape = parts[0].shape
+        if not parts:
+            raise ValueError("there is nothing to join")
+        self._parts, shape = parts, parts[0].shape
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"there is no dimension {dim} in {shape}")
+        dim %= len(shape)
+        others = {(len(part.shape), *part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+        if len(others) > 1:
+            shapes = ", ".join(str(part.shape) for part in parts[:4])
+            raise ValueError(f"tensors {shapes} can't be joined along dimension {dim}")
         below = math.prod(shape[dim + 1 :])
         self._own = [part.shape[dim] * below for part in parts]
         self._ends = torch.tensor(self._own).cumsum(0)
@@ -218,25 +201,6 @@ class _Joined(IndexMap[Key]):
         return numbers, at
 
 
-def joined(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
-    """Joins tensors along a dimension, as `torch.cat`.
-
-    Raises:
-        ValueError: There is nothing to join, or sizes differ in another dimension.
-    """
-    if not parts:
-        raise ValueError("there is nothing to join")
-    dim = parts[0]._dim(dim)
-    others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
-    if len(others) > 1 or len({len(part.shape) for part in parts}) > 1:
-        raise ValueError(
-            f"tensors {', '.join(str(part.shape) for part in parts[:4])} can't be joined along "
-            f"dimension {dim}"
-        )
-    return _Joined(parts, dim)
-
-
 def stacked(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
     """Joins tensors along a new dimension, as `torch.stack`."""
-    dim = dim + len(parts[0].shape) + 1 if parts and dim < 0 else dim
-    return joined([part.reshaped(*part.shape[:dim], 1, *part.shape[dim:]) for part in parts], dim)
+    return Joined([View(part, part.blank().unsqueeze(dim)) for part in parts], dim)

@@ -119,11 +119,8 @@ def without_adapters(model: nn.Module, tensors: Mapping[str, T]) -> dict[str, T]
     """Returns a peft model's tensors under the names of its base, without those that peft has
     added: beside the base of a module that it adapts, and outside of the model that it was given.
     """
-    adapted = {
-        own_module_name(name)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if is_adapted(unwrapped(module))
-    }
+    modules = model.named_modules(remove_duplicate=False)
+    adapted = {own_module_name(name) for name, each in modules if is_adapted(unwrapped(each))}
     found = {}
     for name, tensor in tensors.items():
         parts = name.split(".")

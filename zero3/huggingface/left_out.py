@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..access import sharded_in
-from ..checkpoint.meta_buffers import hooks_of, put, twin
+from ..checkpoint.meta_buffers import hooks_of, is_written, put, run_hook, twin
 from ..core.layer_state import LayerState
 from ..core.parameters import parameters_of
 from ..modules import plain_modules
+from .reading import piece_of
 
 __all__: list[str] = []
 
@@ -56,20 +57,13 @@ def compute(
             ):
                 continue
             dtype = owned[key].chunk.shard.dtype if key in owned else tensor.dtype
-            copy = twin(owner)
+            copy, before = twin(owner), torch.empty(tensor.shape, dtype=dtype)
             held: dict[str, Any] = copy._buffers if attribute in copy._buffers else copy._parameters
-            blank = torch.empty(tensor.shape, dtype=dtype)
-            held[attribute] = (
-                blank if held is copy._buffers else nn.Parameter(blank, requires_grad=False)
-            )
-            before = held[attribute]
-            _run(hooks.get(owner), copy)
-            value = held[attribute]
-            if (
-                value is not None
-                and not value.is_meta
-                and (value is not before or value._version > 0)
-            ):
+            if held is not copy._buffers:
+                before = nn.Parameter(before, requires_grad=False)
+            held[attribute] = before
+            run_hook(hooks.get(owner), copy)
+            if is_written(value := held[attribute], before):
                 found[key] = tensor, value.detach().to(dtype)
             else:
                 missing[key] = names[key]
@@ -78,15 +72,6 @@ def compute(
             f"nothing was loaded. missing, and not computed by the model either: {', '.join(left)}"
         )
     return list(found.values())
-
-
-def _run(hook: object, copy: nn.Module) -> None:
-    reset = getattr(copy, "reset_parameters", None)
-    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        if callable(hook):
-            hook(copy)
-        elif callable(reset):
-            reset()
 
 
 @torch.no_grad()
@@ -102,11 +87,8 @@ def fill(model: nn.Module, states: list[LayerState], computed: list[tuple[Tensor
         if sharded is None:
             put(model, tensor, value)
             continue
-        slot = sharded.chunk.layout.slots[sharded.index]
-        for piece in sharded.chunk.pieces:
-            if piece.slot is slot:
-                sharded.chunk.shard.data[piece.place].copy_(
-                    value.reshape(-1)[piece.start : piece.stop]
-                )
+        if (piece := piece_of(sharded)) is not None:
+            own = value.reshape(-1)[piece.start : piece.stop]
+            sharded.chunk.shard.data[piece.place].copy_(own)
         sharded.chunk.unloaded.discard(sharded.index)
         torch.autograd.graph.increment_version(sharded.chunk.shard)  # graphs built before are stale

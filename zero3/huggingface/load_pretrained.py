@@ -16,7 +16,7 @@ from ..checkpoint.contents import check_released
 from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.file_operations import directory_of
 from ..checkpoint.meta_buffers import initialise, put
-from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, Stored
+from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles
 from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
 from ..core.layer_state import LayerState
@@ -24,7 +24,6 @@ from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
 from ..faces.quantised import weight_of
 from .adapters import FILE, fit_adapter, places_of_adapters
-from .index_maps import IndexMap
 from .key_mapping import Fit, fit
 from .left_out import compute, fill
 from .packed import find_packed, match_packed
@@ -79,12 +78,8 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     states = used(model, "load_pretrained")
     first = states[0]
     with ExitStack() as opened:
-        with agreeing(
-            first.communicator,
-            first.device,
-            "the files that load_pretrained found",
-            "load_pretrained",
-        ) as lines:
+        what = "the files that load_pretrained found"
+        with agreeing(first.communicator, first.device, what, "load_pretrained") as lines:
             check_released(states, "load_pretrained")
             try:
                 sources = list(_sources(model, path, strict, opened))
@@ -92,12 +87,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
                     _check_repeated(states, files, found)
             except OSError as error:
                 raise ValueError(f"{path} can't be read: {error}") from error
-            left_out = {
-                key: found.names[key][0]
-                for _, found in sources
-                for key in found.names
-                if key in found.left_out
-            }
+            left_out = {key: f.names[key][0] for _, f in sources for key in f.left_out}
             computed = compute(model, states, left_out, strict)
             lines += [line for files, _ in sources for line in files.listing]
         for files, found in sources:
@@ -139,9 +129,8 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
                 raise RuntimeError(
                     f"reading {files.directory} failed: {error}. {remedy}"
                 ) from error
-        with agreeing(
-            first.communicator, first.device, "the buffers that load_pretrained computes"
-        ) as lines:
+        what = "the buffers that load_pretrained computes"
+        with agreeing(first.communicator, first.device, what) as lines:
             computed = initialise(model, states)
             lines += [name for name, _ in computed]
     except Exception:
@@ -221,26 +210,18 @@ def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fi
     if not found.again:
         return
     one, other = SliceReader(files), SliceReader(files)
-    for state in states:
-        for sharded, piece in _pieces(state):
-            key = id(sharded.sites.parameter)
-            for again in found.again.get(key, []):
-                for start in range(piece.start, piece.stop, STAGE_BYTES // 8):
-                    first, second = torch.empty(
-                        2,
-                        min(STAGE_BYTES // 8, piece.stop - start),
-                        dtype=sharded.chunk.shard.dtype,
+    for sharded, piece in (each for state in states for each in _pieces(state)):
+        key, dtype = id(sharded.sites.parameter), sharded.chunk.shard.dtype
+        for again in found.again.get(key, []):
+            for start in range(piece.start, piece.stop, STAGE_BYTES // 8):
+                count = min(STAGE_BYTES // 8, piece.stop - start)
+                first, second = torch.empty(2, count, dtype=dtype)
+                one.read(found.maps[key], start, first)
+                other.read(again, start, second)
+                if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+                    raise ValueError(
+                        f"{' and '.join(found.names[key])} are one parameter in this model, "
+                        f"but {files.directory} has two values for it, as "
+                        f"{found.maps[key].sources[0].name} and as {again.sources[0].name}. Untie "
+                        "them (config.tie_word_embeddings=False), or remove one."
                     )
-                    one.read(found.maps[key], start, first)
-                    other.read(again, start, second)
-                    if not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
-                        raise ValueError(
-                            f"{' and '.join(found.names[key])} are one parameter in this model, "
-                            f"but {files.directory} has two values for it, as "
-                            f"{_name(found.maps[key])} and as {_name(again)}. Untie them "
-                            "(config.tie_word_embeddings=False), or remove one."
-                        )
-
-
-def _name(index_map: IndexMap[Stored]) -> str:
-    return index_map.sources[0].name

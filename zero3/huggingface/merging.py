@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..access import states_of, used_together
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
-from ..checkpoint.full_state import not_a_dtype
+from ..checkpoint.full_state import check_dtype
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
 from ..comm.agreement import agreeing
 from ..modules import plain_modules
@@ -83,8 +83,7 @@ def save_merged(
     first = used_together(model, "save_merged")[0]
     with ExitStack() as opened:
         with agreeing(first.communicator, first.device, "save_merged") as lines:
-            if (wrong := not_a_dtype(dtype)) is not None:
-                raise wrong
+            check_dtype(dtype)
             land_steps(states_of(model))
             directory = file_operations.directory_of(path)
             check_unmixed(directory, None)
@@ -119,13 +118,8 @@ def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, l
             "Save them beside it (zero3.save_pretrained), or stream them (adapters_only=True)"
         )
     every = {name: name for names in contents.names.values() for name in names}
-    contents.rename(
-        {
-            name: ours
-            for theirs, name in without_adapters(model, every).items()
-            if (ours := _chosen(theirs, model))
-        }
-    )
+    left = without_adapters(model, every).items()
+    contents.rename({name: own for theirs, name in left if (own := _chosen(theirs, model))})
     return model.get_base_model(), modules
 
 

@@ -130,11 +130,8 @@ def outputs_of_adapter(
     sources = {id(meta[name]): names[0] for names in contents.names.values() for name in names}
     sources |= {id(parameter): name for name, parameter in copy.named_parameters()}
     encoder = f"prompt_encoder.{adapter}."
-    prompts = (
-        [name for name in contents.parameters if name.startswith(encoder)]
-        if model.peft_config[adapter].is_prompt_learning
-        else []
-    )
+    learns_prompts = model.peft_config[adapter].is_prompt_learning
+    prompts = [n for n in contents.parameters if learns_prompts and n.startswith(encoder)]
     with _OnMeta():
         chosen = state_of_adapter(copy, adapter, meta)
     outputs = []
@@ -169,6 +166,11 @@ def state_of_adapter(
     }
     with torch.no_grad():
         return peft.get_peft_model_state_dict(model, state_dict=dict(state_dict), **options)  # type: ignore[no-any-return]
+
+
+def sources_of(outputs: Iterable[Output]) -> list[str]:
+    """The names of the model's tensors that they hold elements of."""
+    return sorted({source for output in outputs for source in output.index_map.sources})
 
 
 def shards_of(outputs: Iterable[Output], max_bytes: int) -> dict[str, list[Output]]:

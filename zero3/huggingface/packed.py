@@ -101,9 +101,8 @@ def _of_bitsandbytes(
         "scales": beside.get("absmax"),
         "scale_scales": beside.get("nested_absmax"),
     }
-    return _checked(
-        NF4(block_size=block_size, double_quant=nested), shape, name, state, sections, offset
-    )
+    nf4 = NF4(block_size=block_size, double_quant=nested)
+    return _checked(nf4, shape, name, state, sections, offset)
 
 
 def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
@@ -117,14 +116,8 @@ def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
             f"{scales.file}: {scales.name} has {tuple(tiles)}, which are no tiles of {name} "
             f"{tuple(shape)}"
         )
-    return _checked(
-        Float8(block=(sizes[0], sizes[1])),
-        shape,
-        name,
-        scales,
-        {"codes": stored[name], "scales": scales},
-        0.0,
-    )
+    parts = {"codes": stored[name], "scales": scales}
+    return _checked(Float8(block=(sizes[0], sizes[1])), shape, name, scales, parts)
 
 
 def _of_gpt_oss(name: str, blocks: Stored, scales: Stored | None) -> Packed:
@@ -135,9 +128,8 @@ def _of_gpt_oss(name: str, blocks: Stored, scales: Stored | None) -> Packed:
             f"{blocks.file}: {blocks.name} has blocks of {nbytes} bytes, MXFP4 has {_BLOCK_NBYTES}"
         )
     shape = (experts, count * 2 * _BLOCK_NBYTES, columns)
-    return _checked(
-        MXFP4(transposed=True), shape, name, blocks, {"codes": blocks, "scales": scales}, 0.0
-    )
+    parts = {"codes": blocks, "scales": scales}
+    return _checked(MXFP4(transposed=True), shape, name, blocks, parts)
 
 
 def _checked(
@@ -146,7 +138,7 @@ def _checked(
     name: str,
     at: Stored,
     parts: Mapping[str, Stored | None],
-    offset: float,
+    offset: float = 0.0,
 ) -> Packed:
     sections: dict[str, Stored] = {}
     for section in kind.sections(shape):
@@ -187,11 +179,8 @@ def match_packed(
         kind, name = parts[0].format, found.names[key][0]
         weight = weight_of(sharded[key].sites) if key in sharded else None
         here = "not quantised" if weight is None else weight.format.name
-        if (
-            here != kind.name
-            or any(part.format != kind for part in parts)
-            or len(parts) < len(index_map.sources)
-        ):
+        alike = len(parts) == len(index_map.sources) and all(p.format == kind for p in parts)
+        if here != kind.name or not alike:
             problems.append(f"{name} is stored as {kind.name}, and here it is {here}")
             continue
         reader = PackedReader(index_map, parts)
@@ -272,17 +261,13 @@ class PackedReader:
         height, width = kind.block
         rows, columns = self._map.shape[-2:]
         matrices = self._map.numel // max(1, rows * columns)
-        found = []
+        first_rows, found = torch.arange(matrices)[:, None, None] * rows, []
         # the first and the last element of each tile lie in the same tile there
         for corner in (0, 1):
-            at_rows = torch.arange(0, rows, height)
-            at_columns = torch.arange(0, columns, width)
-            if corner:
-                at_rows = (at_rows + height - 1).clamp(max=rows - 1)
-                at_columns = (at_columns + width - 1).clamp(max=columns - 1)
-            flat = (
-                torch.arange(matrices)[:, None, None] * rows + at_rows[None, :, None]
-            ) * columns + at_columns[None, None, :]
+            at_rows = (torch.arange(0, rows, height) + corner * (height - 1)).clamp(max=rows - 1)
+            at_columns = torch.arange(0, columns, width) + corner * (width - 1)
+            at_columns = at_columns.clamp(max=columns - 1)
+            flat = (first_rows + at_rows[:, None]) * columns + at_columns
             numbers, at = self._map.locate(flat.reshape(-1))
             tiles = torch.empty_like(at)
             for number, part in enumerate(self._parts):

@@ -18,9 +18,8 @@ from ..core.layout import Piece
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..quantized.codec import SLICE_NUMEL, Codec
-from ..quantized.formats import Format
-from .index_maps import IndexMap
-from .reading import SliceReader
+from .index_maps import IndexMap, View
+from .reading import SliceReader, piece_of
 
 __all__: list[str] = []
 
@@ -32,11 +31,9 @@ class Quantizer:
     """A parameter's bytes, of which this rank keeps `kept` `[n]`, those from byte `low` on."""
 
     def __init__(self, weight: QuantizedWeight, piece: Piece | None, kept: Tensor) -> None:
-        self._format: Format = weight.format
+        self._weight, self._shape, self._rows = weight, weight.shape, weight.rows
         self._codec: Codec = weight.codec
-        self._shape, self._dtype = weight.shape, weight.own_dtype
         self._low, self._kept = piece.start if piece is not None else 0, kept
-        self._rows = weight.rows
         self._sections = {section.name: section for section in self._rows.sections}
         in_row = math.prod(self._rows.shape)
         self._codes_in_byte = -(-in_row // max(1, self._sections["codes"].numel))
@@ -49,7 +46,7 @@ class Quantizer:
     def quantize(self, read: Read) -> None:
         """Writes this rank's codes, but for blocks that its edges cut: they need all statistics."""
         self._kept.zero_()
-        start, stop = self._format.elements_between(
+        start, stop = self._weight.format.elements_between(
             self._shape, self._low, self._low + len(self._kept)
         )
         if start >= stop:
@@ -57,7 +54,7 @@ class Quantizer:
         low, last = self._codec.widened(self._shape, start, stop)
         while low < last:
             high = min(self._codec.widened(self._shape, low, min(low + SLICE_NUMEL, last))[1], last)
-            values = torch.zeros(high - low, dtype=self._dtype, device=self._kept.device)
+            values = torch.zeros(high - low, dtype=self._weight.own_dtype, device=self._kept.device)
             read(max(low, start), values[max(low, start) - low : min(high, stop) - low])
             statistics = self._codec.statistics(values, self._shape, low)
             self._of_blocks(low, len(statistics)).copy_(statistics)
@@ -76,11 +73,8 @@ class Quantizer:
             # a block's is the largest of its parts'
             communicator.all_reduce(self._statistics, maximum=True)
         for low, values in self._cut:
-            self._encode(
-                low,
-                values,
-                self._of_blocks(low, self._codec.statistics(values, self._shape, low).numel()),
-            )
+            count = len(self._codec.statistics(values, self._shape, low))
+            self._encode(low, values, self._of_blocks(low, count))
         for name, section in self._codec.scales(self._statistics).items():
             self._write(name, self._rows.spread(name, section).reshape(-1), 0)
 
@@ -89,11 +83,8 @@ class Quantizer:
         return self._statistics[first : first + count]
 
     def _encode(self, low: int, values: Tensor, statistics: Tensor) -> None:
-        self._write(
-            "codes",
-            self._codec.encode(values, self._shape, low, statistics),
-            low // self._codes_in_byte,
-        )
+        codes = self._codec.encode(values, self._shape, low, statistics)
+        self._write("codes", codes, low // self._codes_in_byte)
 
     def _write(self, name: str, values: Tensor, number: int) -> None:
         """Writes what this rank keeps of `values`, a section's from its `number`-th on."""
@@ -125,14 +116,9 @@ def fill_quantized(
         ) is None:
             continue
         if weight.codec.turns(weight.shape):
-            index_map = index_map.transposed(-2, -1)
-        slot = chunk.layout.slots[sharded.index]
-        piece = next((piece for piece in chunk.pieces if piece.slot is slot), None)
-        filling = Quantizer(
-            weight,
-            piece,
-            chunk.shard.data[piece.place] if piece is not None else chunk.shard.data[:0],
-        )
+            index_map = View(index_map, index_map.blank().mT)
+        piece, own = piece_of(sharded), chunk.shard.data
+        filling = Quantizer(weight, piece, own[:0] if piece is None else own[piece.place])
         try:
             if error is None:
                 filling.quantize(partial(reader.read, index_map))

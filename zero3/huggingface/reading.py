@@ -6,13 +6,20 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
+from ..core.layout import Piece
+from ..core.parameters import ShardedParameter
 from .index_maps import IndexMap
 
 __all__: list[str] = []
 
-_AT_ONCE = 1 << 20  # elements that are looked up together
 # if a span has this many times the elements that are wanted, the whole tensor is read instead, once
 _WASTE = 4
+
+
+def piece_of(sharded: ShardedParameter) -> Piece | None:
+    """What this rank's chunk holds of the parameter. None: nothing."""
+    slot = sharded.chunk.layout.slots[sharded.index]
+    return next((piece for piece in sharded.chunk.pieces if piece.slot is slot), None)
 
 
 class SliceReader:
@@ -29,37 +36,18 @@ class SliceReader:
         """Reads elements `[start, start + n)` of the flattened tensor into `target` `[n]`,
         converted to its dtype and device.
         """
-        stop = start + target.numel()
-        if index_map.is_by_ranges:
-            for extent in index_map.extents(start, stop):
-                self._files.read(
-                    extent.source,
-                    extent.at,
-                    target[extent.start - start : extent.start - start + extent.length],
-                )
-            return
-        for low in range(start, stop, _AT_ONCE):
-            numbers, at = index_map.locate(
-                torch.arange(low, min(low + _AT_ONCE, stop), dtype=torch.int64)
-            )
-            found = torch.empty(len(at), dtype=target.dtype)
-            for number, source in enumerate(index_map.sources):
-                if not (mine := numbers == number).any():
-                    continue
-                first, values = self._span_of(source, at[mine])
-                found[mine] = values[at[mine] - first].to(found.dtype)
-            target[low - start : low - start + len(at)].copy_(found)
+        index_map.fill(target, start, self._files.read, self._look_up)
 
-    def _span_of(self, stored: Stored, wanted: Tensor) -> tuple[int, Tensor]:
+    def _look_up(self, stored: Stored, wanted: Tensor) -> Tensor:
         first, last = int(wanted.min()), int(wanted.max())
         if self._span is not None:
             source, begin, values = self._span
             if source is stored and begin <= first and last < begin + len(values):
-                return begin, values
+                return values[wanted - begin]
         if last - first >= _WASTE * len(wanted):
             first, last = 0, stored.numel - 1
         self._span = None  # its memory is free before the next span takes some
         values = torch.empty(last - first + 1, dtype=stored.dtype)
         self._files.read(stored, first, values)
         self._span = stored, first, values
-        return first, values
+        return values[wanted - first]

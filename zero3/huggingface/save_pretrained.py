@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..access import states_of, used_together
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
-from ..checkpoint.full_state import not_a_dtype
+from ..checkpoint.full_state import check_dtype
 from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
@@ -37,6 +38,7 @@ from .outputs import (
     outputs_of_adapter,
     outputs_of_model,
     shards_of,
+    sources_of,
 )
 from .weights import WeightWalk
 
@@ -96,8 +98,7 @@ def save_pretrained(
     """
     first = used_together(model, "save_pretrained")[0]
     with agreeing(first.communicator, first.device, "save_pretrained") as lines:
-        if (wrong := not_a_dtype(dtype)) is not None:
-            raise wrong
+        check_dtype(dtype)
         land_steps(states_of(model))
         exports = list(
             _exports(model, file_operations.directory_of(path), bytes_in(max_shard_size), dtype)
@@ -174,22 +175,13 @@ class Export:
             file: header_of(((o.name, o.dtype, o.shape) for o in shard), dict(_METADATA))
             for file, shard in shards.items()
         }
-        needed = {
-            source
-            for shard in shards.values()
-            for output in shard
-            for source in output.index_map.sources
-        }
-        contents.check_loaded(sorted(needed), "save_pretrained")
+        contents.check_loaded(sources_of(chain(*shards.values())), "save_pretrained")
 
     @property
     def lines(self) -> list[str]:
         """The texts that ranks compare."""
-        return [
-            f"{self.directory / file}: {output.line}"
-            for file, shard in self.shards.items()
-            for output in shard
-        ]
+        outputs = ((file, each) for file, shard in self.shards.items() for each in shard)
+        return [f"{self.directory / file}: {output.line}" for file, output in outputs]
 
     def write(self, fill: Callable[[Export], None]) -> None:
         """`fill`: writes this rank's values into the files. All ranks call it."""
@@ -312,10 +304,8 @@ def _held(contents: Contents) -> dict[str, list[tuple[int, Tensor]]]:
     held: dict[str, list[tuple[int, Tensor]]] = {}
     for chunk in contents.chunks():
         chunk.adopt_values()
-        for name, start, stop, offset in contents.spans(chunk) if contents.writes else ():
-            held.setdefault(name, []).append(
-                (start, chunk.shard.data[offset : offset + stop - start])
-            )
+        for span in contents.spans(chunk) if contents.writes else ():
+            held.setdefault(span.name, []).append((span.start, span.of(chunk.shard.data)))
     if contents.is_first:
         held |= {
             name: [(0, tensor.detach().reshape(-1))] for name, tensor in contents.others.items()
@@ -326,17 +316,14 @@ def _held(contents: Contents) -> dict[str, list[tuple[int, Tensor]]]:
 def _fill_file(export: Export, file: str, held: dict[str, list[tuple[int, Tensor]]]) -> None:
     with export.opened(file) as opened:
         for output, place in export.places(file):
-            for extent in (
-                output.index_map.extents(0, output.numel) if output.index_map.is_by_ranges else ()
-            ):
+            index_map, dtype = output.index_map, output.dtype
+            for extent in index_map.extents(0, output.numel) if index_map.is_by_ranges else ():
                 for start, values in held.get(extent.source, []):
                     low = max(start, extent.at)
                     high = min(start + values.numel(), extent.at + extent.length)
                     if low < high:
-                        where = place + (extent.start + low - extent.at) * output.dtype.itemsize
-                        write_values(
-                            opened, where, values[low - start : high - start], output.dtype
-                        )
+                        where = place + (extent.start + low - extent.at) * dtype.itemsize
+                        write_values(opened, where, values[low - start : high - start], dtype)
 
 
 def fill(walk: WeightWalk, export: Export) -> None:

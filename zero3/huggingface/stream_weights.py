@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
-from ..checkpoint.full_state import not_a_dtype
+from ..checkpoint.full_state import check_dtype
 from ..comm.agreement import NOTE_BYTES, agree
 from ..comm.mesh import shards_of
 from ..comm.plain_values import integer, unreadable
@@ -24,7 +24,7 @@ from ..door import Door, used_between
 from ..names import innermost
 from ..optim.state_memory import land_steps
 from .merging import named_without_adapters, refuse_part_with_adapters
-from .outputs import Output, has_adapters, outputs_of_adapter, outputs_of_model
+from .outputs import Output, has_adapters, outputs_of_adapter, outputs_of_model, sources_of
 from .weights import WeightWalk
 
 __all__: list[str] = []
@@ -117,8 +117,7 @@ def stream_weights(
     lines += [f"{dtype}, {merge_adapters}, {adapters_only}, {max_bytes}"]
     try:
         _check_max_bytes(max_bytes)
-        if (wrong := not_a_dtype(dtype)) is not None:
-            raise wrong
+        check_dtype(dtype)
         land_steps(states)
         options = {"merge_adapters": merge_adapters, "adapters_only": adapters_only}
         walk = walk_of(model, dtype, [name for name, chosen in options.items() if chosen])
@@ -162,10 +161,7 @@ def walk_of(model: nn.Module, dtype: torch.dtype | None, options: Sequence[str])
             extra = {name: value for name, value in found if unreadable(value) is None}
         contents.others.update(extra)
         outputs = outputs_of_model(owner, contents, extra, dtype)
-    contents.check_loaded(
-        sorted({source for output in outputs for source in output.index_map.sources}),
-        "stream_weights",
-    )
+    contents.check_loaded(sources_of(outputs), "stream_weights")
     return WeightWalk(contents, outputs, modules, encoder=encoder)
 
 

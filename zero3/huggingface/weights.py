@@ -28,7 +28,6 @@ from .outputs import Output, is_adapted, state_of_adapter
 
 __all__: list[str] = []
 
-_LOOKED_UP = 1 << 20  # elements together
 _ALIGNED = 16  # bytes
 _OF_EXPERTS = -1  # whose turn with memory is their own
 
@@ -260,11 +259,7 @@ class WeightWalk:
         turn = self._turn(number, turns)
         if turn not in self._memory:
             sizes = [
-                sum(
-                    self._readings[chunk].nbytes
-                    for chunk in group.chunks
-                    if self._readings[chunk].alone
-                )
+                sum(r.nbytes for r in map(self._readings.__getitem__, group.chunks) if r.alone)
                 for other, group in enumerate(self._groups)
                 if self._turn(other, turns) == turn
             ]
@@ -325,21 +320,16 @@ class WeightWalk:
 
     @torch.no_grad()
     def _fill(self, output: Output, out: Tensor, start: int = 0) -> None:
-        index_map, stop = output.index_map, start + out.numel()
-        if isinstance(index_map, Computed):
-            out.copy_(self._computed(output)[start:stop])
+        if isinstance(output.index_map, Computed):
+            out.copy_(self._computed(output)[start : start + out.numel()])
             return
         values = self._values_of(output)
-        for extent in index_map.extents(start, stop) if index_map.is_by_ranges and len(out) else ():
-            taken = values[extent.source][extent.at : extent.at + extent.length]
-            out[extent.start - start : extent.start - start + extent.length].copy_(taken)
-        for low in range(start, stop, _LOOKED_UP) if not index_map.is_by_ranges else ():
-            numbers, places = index_map.locate(torch.arange(low, min(low + _LOOKED_UP, stop)))
-            piece = out[low - start : low - start + len(places)]
-            for number, source in enumerate(index_map.sources):
-                mine = numbers == number
-                taken = values[source][places[mine].to(out.device)]
-                piece[mine.to(out.device)] = taken.to(out.dtype)
+        output.index_map.fill(
+            out,
+            start,
+            lambda name, first, into: into.copy_(values[name][first : first + len(into)]),
+            lambda name, places: values[name][places.to(out.device)],
+        )
 
     def _values_of(self, output: Output) -> dict[str, Tensor]:
         """By name, flat."""

@@ -18,7 +18,7 @@ from ..auto_wrap import Layers
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..comm.agreement import agree, agreeing
+from ..comm.agreement import agree
 from ..comm.factory import communicator_for
 from ..huggingface.save_pretrained import save_pretrained
 from ..optim.clipping import clip_grad_norm_
@@ -26,8 +26,8 @@ from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from ..sequences.parts import parts_of
 from ..towers.choosing import Optional
-from .alike import check_alike
-from .handover import Handover, check_chunks, check_together, is_chunk
+from .alike import all_ranks, check_alike
+from .handover import Handover, check_held, check_together, is_chunk
 from .preparing import Policy, Sharding, computes_in_low_precision, refuse_ignored
 from .versions import require
 
@@ -231,23 +231,15 @@ class Zero3Accelerator(Accelerator):
         given = [each for each in args if isinstance(each, nn.Module)]
         if given:
             sync = self.gradient_state.plugin_kwargs.get("sync_each_batch")
-            check_alike(
-                self.device,
-                "the options of Zero3Accelerator",
-                {name: getattr(self, name, None) for name in _ALIKE} | {"sync_each_batch": sync},
-                "Give every rank the same",
-                "prepare",
-            )
+            told = {name: getattr(self, name, None) for name in _ALIKE} | {"sync_each_batch": sync}
+            what = "the options of Zero3Accelerator"
+            check_alike(self.device, what, told, "Give every rank the same", "prepare")
         for model in filter(is_sharded, given):
             refuse_ignored(model)
         models = [each for each in given if not is_sharded(each)]
-        optimizers = [
-            each
-            for each in args
-            if isinstance(each, torch.optim.Optimizer)
-            and not hasattr(each, "_is_accelerate_prepared")
-        ]
-        with self._all_or_none("prepare") if given or optimizers else nullcontext():
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        optimizers = [o for o in optimizers if not hasattr(o, "_is_accelerate_prepared")]
+        with all_ranks(self.device, "prepare") if given or optimizers else nullcontext():
             handover = Handover(models, optimizers)
         for model in models:
             self.shard(model)
@@ -280,13 +272,9 @@ class Zero3Accelerator(Accelerator):
         Raises:
             ValueError: It holds other parameters. Every rank raises it.
         """
-        with self._all_or_none("prepare_optimizer"):
-            check_chunks(optimizer)
+        with all_ranks(self.device, "prepare_optimizer"):
+            check_held(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
-
-    def _all_or_none(self, caller: str) -> AbstractContextManager[object]:
-        """Context for what may raise on one rank: then all do."""
-        return agreeing(communicator_for(None, self.device), self.device, caller)
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -428,25 +416,20 @@ class Zero3Accelerator(Accelerator):
             state for model, state in zip(models, weights, strict=True) if not is_sharded(model)
         ]
         if (model := self._together()) is not None:
-            save_checkpoint(
-                Path(output_dir) / _DIRECTORY,
-                model,
-                self._plain_optimizers(),
-                extra={"step": self.step},
-            )
+            path, extra = Path(output_dir) / _DIRECTORY, {"step": self.step}
+            save_checkpoint(path, model, self._plain_optimizers(), extra=extra)
 
     def _load_sharded(self, models: list[nn.Module], input_dir: str) -> None:
         models[:] = [model for model in models if not is_sharded(model)]
         if (model := self._together()) is not None:
             self._check_files(Path(input_dir))
-            self._step_loaded = load_checkpoint(
-                Path(input_dir) / _DIRECTORY, model, self._plain_optimizers()
-            )["step"]
+            path = Path(input_dir) / _DIRECTORY
+            self._step_loaded = load_checkpoint(path, model, self._plain_optimizers())["step"]
 
     def _check_files(self, directory: Path) -> None:
         """accelerate would miss them when the models have changed."""
-        communicator = communicator_for(None, self.device)
-        agree(communicator, self.device, "load_state", [])  # rank 0 may have written them just now
+        with all_ranks(self.device, "load_state"):
+            pass  # rank 0 may have written them just now
         kinds = (SCHEDULER_NAME, self._schedulers), (OPTIMIZER_NAME, self._optimizers)
         needed = [
             f"{kind}{f'_{number}' if number else ''}.bin"
@@ -455,22 +438,19 @@ class Zero3Accelerator(Accelerator):
         ]
         needed += [f"custom_checkpoint_{number}.pkl" for number in range(len(self._custom_objects))]
         needed += [SCALER_NAME] if self.scaler is not None else []
-        missing = [name for name in needed if not (directory / name).is_file()]
-        error = ValueError(
-            f"{directory} has no {', '.join(missing)}; nothing was loaded. Prepare what was "
-            "prepared when it was saved, or load it from where save_state wrote it"
-        )
-        agree(communicator, self.device, "load_state", [], error if missing else None)
+        with all_ranks(self.device, "load_state"):
+            if missing := [name for name in needed if not (directory / name).is_file()]:
+                raise ValueError(
+                    f"{directory} has no {', '.join(missing)}; nothing was loaded. Prepare what "
+                    "was prepared when it was saved, or load it from where save_state wrote it"
+                )
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer] | None:
         return [optimizer.optimizer for optimizer in self._apart_optimizers] or None
 
     def _sharded(self) -> list[nn.Module]:
-        return [
-            self.unwrap_model(model, keep_torch_compile=False)
-            for model in self._models
-            if is_sharded(model)
-        ]
+        models = filter(is_sharded, self._models)
+        return [self.unwrap_model(model, keep_torch_compile=False) for model in models]
 
     def _together(self) -> nn.Module | None:
         """The one sharded model, or all in one module: then one checkpoint holds them all, and

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
-from ..comm.agreement import agree, exchange_texts
+from ..comm.agreement import agree, agreeing, exchange_texts
 from ..comm.board import by_rank
 from ..comm.factory import communicator_for
 
 __all__: list[str] = []
+
+
+def all_ranks(device: torch.device, subject: str) -> AbstractContextManager[list[str]]:
+    """`agreeing` of all ranks: what one raises inside, all raise."""
+    return agreeing(communicator_for(None, device), device, subject)
 
 
 def check_alike(
@@ -26,7 +32,10 @@ def check_alike(
     if communicator.world_size == 1:
         return
     agree(communicator, device, what, [], caller=caller)
-    own = {name: json.dumps(v, skipkeys=True, default=_kind) for name, v in values.items()}
+    own = {
+        name: json.dumps(v, skipkeys=True, default=lambda v: type(v).__name__)
+        for name, v in values.items()
+    }
     texts = exchange_texts(communicator, device, json.dumps(own))
     told = [json.loads(text) for text in texts]
     found = {
@@ -38,7 +47,3 @@ def check_alike(
     ]
     if differing:
         raise ValueError(f"ranks differ in {what}: {', '.join(differing)}. {remedy}")
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__

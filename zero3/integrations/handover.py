@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Handover:
                 for parameter in group["params"]:
                     if id(parameter) in known:
                         places[id(parameter)] = number, index
-            _check(optimizer, known)
+            check_held(optimizer, known)
         self._settings = [settings_of(optimizer) for optimizer in self._optimizers]
         used = set(places.values())
         self._cuts = {place: _cut(self._optimizers[place[0]], place[1]) for place in used}
@@ -95,11 +95,9 @@ class Handover:
             groups = param_groups(
                 model, lambda name, info: {"place": places[name], **cut_as.get(places[name], {})}
             )
-            yield from (
-                (place, group["params"])
-                for group in groups
-                if (place := group["place"]) is not None
-            )
+            for group in groups:
+                if group["place"] is not None:
+                    yield group["place"], group["params"]
 
 
 def _cut(optimizer: torch.optim.Optimizer, index: int) -> dict[str, Any]:
@@ -124,11 +122,6 @@ def is_chunk(parameter: torch.Tensor) -> bool:
     return not parameter.numel() or any(part is parameter for part in parts_of([state]))
 
 
-def check_chunks(optimizer: torch.optim.Optimizer) -> None:
-    """Raises a ValueError if the optimizer holds anything but chunks."""
-    _check(optimizer, set())
-
-
 def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """As `check_optimizer`, if all that the model trains is in these optimizers, or a filter has
     left a group of theirs empty. Otherwise they are checked for what they hold.
@@ -138,22 +131,18 @@ def check_together(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     """
     chunks = {id(chunk) for chunk in get_trainable_chunk(model)}
     held = {id(optimizer): set(map(id, held_by(optimizer))) for optimizer in optimizers}
-    empty = [
-        optimizer
-        for optimizer in optimizers
-        if not all(group["params"] for group in optimizer.param_groups)
-    ]
+    empty = [o for o in optimizers if not all(group["params"] for group in o.param_groups)]
+    its = [each for each in optimizers if each in empty or held[id(each)] & chunks]
     if empty or (chunks and chunks <= set().union(*held.values())):
-        check_optimizer(
-            model,
-            *(each for each in optimizers if each in empty or held[id(each)] & chunks),
-            strict=False,
-        )
+        check_optimizer(model, *its, strict=False)
     else:
-        check_exact(model, *(each for each in optimizers if held[id(each)] & chunks))
+        check_exact(model, *its)
 
 
-def _check(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+def check_held(optimizer: torch.optim.Optimizer, known: Container[int] = ()) -> None:
+    """Raises a ValueError if the optimizer holds anything but chunks, and parameters with ids in
+    `known` before its first step.
+    """
     kind = type(optimizer).__name__
     for parameter in held_by(optimizer):
         frozen = ignored_by(parameter) is not None and not parameter.requires_grad

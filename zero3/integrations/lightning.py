@@ -21,8 +21,6 @@ from ..checkpoint import manifest
 from ..checkpoint.full_state import full_state_dict, load_full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..comm.agreement import agreeing
-from ..comm.factory import communicator_for
 from ..comm.plain_values import decode
 from ..guards.marks import ignored_by, state_of
 from ..optim.clipping import clip_held
@@ -31,6 +29,7 @@ from ..optim.several import held_by
 from ..policy import ShardingPolicy
 from ..shard import shard
 from ..towers.choosing import Optional
+from .alike import all_ranks
 from .handover import check_together, is_chunk
 from .preparing import computes_in_low_precision, policy_for, refuse_ignored
 from .versions import require
@@ -134,11 +133,7 @@ class Zero3Strategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """As DDPStrategy, in its order; the model is sharded where that would be wrapped."""
         self.accelerator.setup(trainer)
-        with agreeing(
-            communicator_for(None, self.root_device),
-            self.root_device,
-            "what Lightning's Trainer is told",
-        ) as lines:
+        with all_ranks(self.root_device, "what Lightning's Trainer is told") as lines:
             _refuse(trainer.callbacks)
             lines += _told(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -149,12 +144,8 @@ class Zero3Strategy(DDPStrategy):
         _prepare(self.model, self.precision_plugin, self._sharding, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
-            _check(
-                [self.model],
-                self.optimizers,
-                self.root_device,
-                "make it in configure_optimizers, from self.parameters()",
-            )
+            advice = "make it in configure_optimizers, from self.parameters()"
+            _check([self.model], self.optimizers, self.root_device, advice)
         self.setup_precision_plugin()
 
     def _clip_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -186,11 +177,8 @@ class Zero3Strategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         _refuse(self.lightning_module.trainer.callbacks)  # one saves when it is refused
-        rest = {
-            key: value
-            for key, value in checkpoint.items()
-            if key not in ("state_dict", "optimizer_states")
-        }
+        apart = ("state_dict", "optimizer_states")
+        rest = {key: value for key, value in checkpoint.items() if key not in apart}
         optimizers = _inner(self.optimizers) if "optimizer_states" in checkpoint else None
         save_checkpoint(filepath, self.lightning_module, optimizers or None, extra=rest)
 
@@ -261,12 +249,8 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        _check(
-            self._models,
-            [optimizer],
-            self.root_device,
-            "call fabric.setup_module first, and make it from model.parameters()",
-        )
+        advice = "call fabric.setup_module first, and make it from model.parameters()"
+        _check(self._models, [optimizer], self.root_device, advice)
         return optimizer
 
     def setup_module_and_optimizers(
@@ -324,7 +308,7 @@ class Zero3FabricStrategy(FabricDDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        with agreeing(communicator_for(None, self.root_device), self.root_device, "fabric.load"):
+        with all_ranks(self.root_device, "fabric.load"):
             model, optimizers, rest = _divided(
                 state if isinstance(state, dict) else {"model": state}
             )
@@ -353,11 +337,8 @@ def _divided(state: dict[str, Any]) -> tuple[nn.Module, dict[str, Optimizer], di
             "directory of its own"
         )
     optimizers = {key: value for key, value in found.items() if isinstance(value, Optimizer)}
-    return (
-        models[0],
-        optimizers,
-        {k: v for k, v in found.items() if k not in optimizers and not isinstance(v, nn.Module)},
-    )
+    rest = {k: v for k, v in found.items() if not isinstance(v, nn.Module | Optimizer)}
+    return models[0], optimizers, rest
 
 
 def _inner(optimizers: Any) -> list[Optimizer]:
@@ -390,7 +371,7 @@ def _check(models: Iterable[nn.Module], optimizers: Any, device: torch.device, a
     models = list(models)
     for model in models:
         refuse_ignored(model)
-    with agreeing(communicator_for(None, device), device, "what the optimizers hold"):
+    with all_ranks(device, "what the optimizers hold"):
         for optimizer in _inner(optimizers):
             held = held_by(optimizer)
             if not all(is_chunk(each) or ignored_by(each) is not None for each in held):

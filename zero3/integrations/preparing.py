@@ -15,7 +15,7 @@ from torch import nn
 
 from ..access import states_of
 from ..auto_wrap import Layers, choose, embeddings_of
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
 from ..comm.factory import communicator_for, mesh_of_parts
 from ..core.layer_state import LayerState, ignored_of
@@ -24,6 +24,7 @@ from ..layer import Zero3Layer, enter_root, layers_of, run_sharded
 from ..policy import ShardingPolicy
 from ..shard import PolicyOf, logging_only, shard
 from ..towers.choosing import Optional
+from .alike import all_ranks
 
 __all__: list[str] = []
 
@@ -100,20 +101,19 @@ def refuse_ignored(model: nn.Module) -> None:
     """
     states = states_of(model)
     alone = {id(each.parameter) for each in ignored_of(states)}
-    trained = [
-        name
-        for name, parameter in model.named_parameters()
-        if id(parameter) in alone and parameter.requires_grad
-    ]
-    error = ValueError(
-        f"ShardingPolicy(ignored=...) leaves {len(trained)} parameters alone that train: "
-        f"{', '.join(trained[:3])}{', ...' if trained[3:] else ''}. Nobody would average their "
-        "gradients over ranks. Freeze them (requires_grad_(False)), leave out `ignored`, or write "
-        "the loop yourself, with zero3.shard"
-    )
-    if alone:  # on all ranks or on none: they have compared their policies
-        first, what = states[0], "whether ignored parameters train"
-        agree(first.communicator, first.device, what, [], error if trained else None)
+    if not alone:  # on all ranks or on none: they have compared their policies
+        return
+    left = ((name, each) for name, each in model.named_parameters() if id(each) in alone)
+    trained = [name for name, parameter in left if parameter.requires_grad]
+    first, what = states[0], "whether ignored parameters train"
+    with agreeing(first.communicator, first.device, what):
+        if trained:
+            raise ValueError(
+                f"ShardingPolicy(ignored=...) leaves {len(trained)} parameters alone that train: "
+                f"{', '.join(trained[:3])}{', ...' if trained[3:] else ''}. Nobody would average "
+                "their gradients over ranks. Freeze them (requires_grad_(False)), leave out "
+                "`ignored`, or write the loop yourself, with zero3.shard"
+            )
 
 
 def computes_in_low_precision(model: nn.Module) -> bool:
@@ -157,22 +157,16 @@ def _without_head(model: nn.Module, layers: Layers) -> Layers:
 
 def _refuse_without_values(model: nn.Module, device: torch.device) -> None:
     """Rank 0's values count, so other ranks may have none."""
-    communicator = communicator_for(None, device)
-    empty = (
-        [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        if is_first(communicator)
-        else []
-    )
-    error = None
-    if empty:
-        error = ValueError(
-            f"this {type(model).__name__} has no values "
-            f"({', '.join(empty[:3])}{', ...' if empty[3:] else ''} on the meta device), and "
-            "training would begin from nothing. Shard it first (zero3.shard), fill it with "
-            "zero3.load_pretrained(model, directory) or zero3.materialize(model), and pass it "
-            "then"
-        )
-    agree(communicator, device, "whether the model has values", [], error)
+    with all_ranks(device, "whether the model has values"):
+        empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if empty and is_first(communicator_for(None, device)):
+            raise ValueError(
+                f"this {type(model).__name__} has no values "
+                f"({', '.join(empty[:3])}{', ...' if empty[3:] else ''} on the meta device), and "
+                "training would begin from nothing. Shard it first (zero3.shard), fill it with "
+                "zero3.load_pretrained(model, directory) or zero3.materialize(model), and pass it "
+                "then"
+            )
 
 
 def _make_masters(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ checkpoint-N/
 from __future__ import annotations
 
 import json
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from ..checkpoint.load import load_checkpoint
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.safetensors_writing import BLOCK_BYTES, Written
 from ..checkpoint.save import save_checkpoint
-from ..comm.agreement import agree, exchange_texts
+from ..comm.agreement import exchange_texts
 from ..comm.communicator import Communicator
+from ..comm.factory import communicator_for
 from ..comm.plain_values import decode
 from ..huggingface.load_pretrained import load_pretrained
 from ..huggingface.outputs import has_adapters
+from .alike import all_ranks
 
 __all__: list[str] = []
 
@@ -87,26 +90,22 @@ def load_rest(
         schedule.load_state_dict(extra["schedule"])
 
 
-def step_of(checkpoint: Path) -> object:
-    return json.loads((checkpoint / STATE).read_text())["global_step"]
+def step_of(checkpoint: str | os.PathLike[str]) -> object:
+    return json.loads((Path(checkpoint) / STATE).read_text())["global_step"]
 
 
-def check(checkpoint: Path, communicator: Communicator, device: torch.device) -> None:
+def check(checkpoint: Path, device: torch.device) -> None:
     """Raises a ValueError on every rank if the checkpoint is not whole. Each rank reads its share
     of the files.
 
     What is cut off, changed or missing is named.
     """
-    error: Exception | None = None
-    try:
-        _check(checkpoint, communicator)
-    except (OSError, ValueError, KeyError, TypeError) as caught:
-        error = (
-            caught
-            if isinstance(caught, ValueError)
-            else ValueError(f"{checkpoint} can't be read: {type(caught).__name__}: {caught}")
-        )
-    agree(communicator, device, "whether the checkpoint is whole", [], error)
+    with all_ranks(device, "whether the checkpoint is whole"):
+        try:
+            _check(checkpoint, communicator_for(None, device))
+        except (OSError, KeyError, TypeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{checkpoint} can't be read: {what}") from error
 
 
 def _check(checkpoint: Path, communicator: Communicator) -> None:

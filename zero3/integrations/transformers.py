@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
-from ..comm.agreement import agree, agreeing
+from ..comm.agreement import agree
 from ..comm.board import board_for
 from ..comm.factory import communicator_for
 from ..core.sites import become
@@ -40,7 +40,7 @@ from ..sequences.splitting import split_sequence
 from ..towers.choosing import Optional
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
-from .alike import check_alike
+from .alike import all_ranks, check_alike
 from .engines import VLLMWeights, keep_masters
 from .handover import Handover
 from .preparing import Policy, Sharding, enclose_forward
@@ -162,12 +162,8 @@ class Zero3Mixin(_Base):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        before = [
-            kind
-            for kind in cls.__mro__[: cls.__mro__.index(Zero3Mixin)]
-            if not issubclass(kind, Zero3Mixin)
-        ]
-        if before:
+        kinds = cls.__mro__[: cls.__mro__.index(Zero3Mixin)]
+        if before := [kind for kind in kinds if not issubclass(kind, Zero3Mixin)]:
             raise TypeError(
                 f"class {cls.__name__}: {before[0].__name__} stands before Zero3Mixin, which "
                 "would change nothing. Put it first"
@@ -214,8 +210,7 @@ class Zero3Mixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        device = self.args.device
-        with agreeing(communicator_for(None, device), device, "the arguments of the trainer"):
+        with all_ranks(self.args.device, "the arguments of the trainer"):
             for option, reason in _REFUSED.items():
                 if value := getattr(self.args, option, None):
                     raise ValueError(f"{option}={value!r}: {reason}")
@@ -245,7 +240,7 @@ class Zero3Mixin(_Base):
         return model
 
     def _is_of_trl(self) -> bool:
-        return any(map(_is_of_trl, type(self).__mro__))
+        return "trl" in map(_library_of, type(self).__mro__)
 
     def _takes_single_rows(self) -> bool:
         """Whether each row of a batch counts by itself, of all trainers of TRL."""
@@ -270,18 +265,16 @@ class Zero3Mixin(_Base):
         return [self.model, *([reference] if isinstance(reference, nn.Module) else [])]
 
     def _shard(self, model: nn.Module) -> None:
-        handed = [self.optimizer] if getattr(self, "optimizer", None) is not None else []
-        device = self.args.device
-        with agreeing(communicator_for(None, device), device, "the optimizers of the trainer"):
-            handover = Handover(
-                [] if is_sharded(model) else [model],
-                handed if model is getattr(self, "model", None) else [],
-            )
+        is_trained = model is getattr(self, "model", None)
+        optimizer = getattr(self, "optimizer", None) if is_trained else None
+        with all_ranks(self.args.device, "the optimizers of the trainer"):
+            models = [] if is_sharded(model) else [model]
+            handover = Handover(models, [] if optimizer is None else [optimizer])
         self.accelerator.shard(model)
         handover.finish()
         if self._is_of_trl():
             enclose_forward(model)
-        if model is getattr(self, "model", None):
+        if is_trained:
             self._zero3_numel = (
                 _numel_but_for_embeddings(model) if hasattr(model, "num_parameters") else 0
             )
@@ -306,26 +299,24 @@ class Zero3Mixin(_Base):
                 resume_from_checkpoint = self._newest_whole_checkpoint()
             elif resume_from_checkpoint:
                 self._check(Path(resume_from_checkpoint))
-                self._check_step(Path(resume_from_checkpoint))
+                values = {"resume_from_checkpoint": checkpoints.step_of(resume_from_checkpoint)}
+                what = "the step that they go on from"
+                check_alike(self.args.device, what, values, "Give every rank the same", "train")
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _check_arguments(self, resume: Any) -> None:
         # rows are drawn by `data_seed`, if there is one
         own = (*_OF_ONE_RANK, *(["seed"] if self.args.data_seed is not None else []))
         # a class of the user's may hold anything, such as directories of a host
-        libraries = (kind for kind in type(self.args).__mro__ if not _is_users(kind))
-        known = {field.name for field in fields(next(libraries))}
+        kinds = type(self.args).__mro__
+        theirs = next(kind for kind in kinds if _library_of(kind) in ("transformers", "trl"))
+        known = {field.name for field in fields(theirs)}
         told = self.args.to_dict().items()
         values = {k: value for k, value in told if k in known and not k.startswith(own)}
         if isinstance(resume, str | os.PathLike):  # on a disk of each host's it may be another
             resume = "a path"
         values["train(resume_from_checkpoint)"] = resume or None
         what = "the arguments of training"
-        check_alike(self.args.device, what, values, "Give every rank the same", "train")
-
-    def _check_step(self, checkpoint: Path) -> None:
-        values = {"resume_from_checkpoint": checkpoints.step_of(checkpoint)}
-        what = "the step that they go on from"
         check_alike(self.args.device, what, values, "Give every rank the same", "train")
 
     def set_initial_training_values(self, args: Any, *rest: Any) -> Any:
@@ -396,7 +387,7 @@ class Zero3Mixin(_Base):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _check_parts(self) -> None:
-        of_trl = next((kind for kind in type(self).__mro__ if _is_of_trl(kind)), None)
+        of_trl = next((kind for kind in type(self).__mro__ if _library_of(kind) == "trl"), None)
         reason = None
         if of_trl is not None and of_trl.__name__ != "SFTTrainer":
             reason = f"{of_trl.__name__} needs whole sequences"
@@ -468,14 +459,12 @@ class Zero3Mixin(_Base):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The trainer's optimizer, whose groups are made by the parameters' own names."""
         if self._next_with("create_optimizer") is not Trainer:
-            optimizer: torch.optim.Optimizer = super().create_optimizer(
-                *([model] if model is not None else [])
-            )
-            return optimizer
+            given = [model] if model is not None else []
+            return super().create_optimizer(*given)  # type: ignore[no-any-return]
         if self.optimizer is None:
             name = str(getattr(self.args.optim, "value", self.args.optim))
-            given = self.optimizer_cls_and_kwargs
-            asked = f"optim={name!r}" if given is None else f"optimizer_cls_and_kwargs={given[0]}"
+            own = self.optimizer_cls_and_kwargs
+            asked = f"optim={name!r}" if own is None else f"optimizer_cls_and_kwargs={own[0]}"
             try:
                 self.optimizer = self._make_optimizer(name)
                 check_optimizer(self.model, self.optimizer)
@@ -546,13 +535,9 @@ class Zero3Mixin(_Base):
             for path in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
             if path.name.rpartition("-")[2].isdigit()
         ]
-        check_alike(
-            self.args.device,
-            "the checkpoints that they see",
-            {"output_dir": sorted(path.name for path in found)},
-            "Put output_dir on a file system that all ranks see",
-            "train",
-        )
+        values = {"output_dir": sorted(path.name for path in found)}
+        remedy = "Put output_dir on a file system that all ranks see"
+        check_alike(self.args.device, "the checkpoints that they see", values, remedy, "train")
         broken: list[str] = []
         for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
             try:
@@ -571,7 +556,7 @@ class Zero3Mixin(_Base):
         return True
 
     def _check(self, checkpoint: Path) -> None:
-        checkpoints.check(checkpoint, communicator_for(None, self.args.device), self.args.device)
+        checkpoints.check(checkpoint, self.args.device)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
@@ -617,12 +602,8 @@ def _generate(model: nn.Module, generate: Any, /, *args: Any, **kwargs: Any) -> 
         return generate(*args, **kwargs)
 
 
-def _is_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in ("transformers", "trl")
-
-
-def _is_of_trl(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "trl"
+def _library_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _without_logits(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
