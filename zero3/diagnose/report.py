@@ -206,22 +206,22 @@ def _experts(states: list[LayerState]) -> tuple[int, int]:
 
 
 def _rounded(states: list[LayerState]) -> tuple[str, ...]:
-    found: dict[str, None] = {}
+    found: list[str] = []
     for state in states:
         for dtype in {chunk.shard.dtype for chunk in state.chunks if chunk.shard.requires_grad}:
             if (kind := gather_format(state.policy, state.communicator, dtype)) is not None:
-                found[
+                found.append(
                     f"Weights travel as {kind.name}, and what computes is rounded to it: that is "
                     "a bias"
-                ] = None
+                )
             if (kind := reduce_format(state.policy, state.communicator, dtype)) is not None:
                 how = (
                     "at random, without a bias"
                     if is_stochastic(kind)
                     else "to the nearest code: that is a bias"
                 )
-                found[f"Gradients travel as {kind.name}, rounded {how}"] = None
-    return tuple(found)
+                found.append(f"Gradients travel as {kind.name}, rounded {how}")
+    return tuple(dict.fromkeys(found))
 
 
 def _gradient_nbytes(state: LayerState) -> int:

@@ -13,8 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -87,13 +86,8 @@ class _Offloaded:
         self._hooks.append(hooks)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.pop().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.pop().__exit__(*error)
         self._store.trim()
 
 
@@ -140,18 +134,11 @@ class _Depot:
             _malloc_trim(0)
 
     def _goes(self, tensor: Tensor) -> bool:
-        if (
-            type(tensor) is not Tensor
-            or tensor.layout != torch.strided
-            or tensor.nbytes < self._min_bytes
-            or tensor.numel() < 2
-        ):
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta:
             return False
-        if (
-            isinstance(tensor._base, nn.Parameter)
-            or shows_parameters(tensor)
-            or tensor.device.type == "meta"
-        ):
+        if tensor.nbytes < self._min_bytes or tensor.numel() < 2:
+            return False
+        if isinstance(tensor._base, nn.Parameter) or shows_parameters(tensor):
             return False
         if tensor.is_conj() or tensor.is_neg():  # its bytes are not its values
             return False

@@ -15,7 +15,7 @@ from ..comm.agreement import agreeing
 from ..core.collectives import Use
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import check_process
-from ..optim.several import members_of
+from ..optim.several import held_by, members_of
 from ..optim.state_memory import land_steps
 from ..policy import directory_of, shards_gradients
 from .in_backward import InBackward, check_unstepped
@@ -83,15 +83,11 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
     led = [(member, _turns_of(member, in_backward)) for member in members]
     for member, turns in led:
         if turns is not None:
-            _lead(member, turns, in_backward)
+            member.step = _StepByTurns(member, turns, in_backward)
+            member.register_load_state_dict_post_hook(turns.take_in)
+            turns.lead_loads(member)
+            turns.take_in(member)
     return optimizer
-
-
-def _lead(optimizer: torch.optim.Optimizer, turns: Turns, in_backward: bool) -> None:
-    optimizer.step = _StepByTurns(optimizer, turns, in_backward)  # type: ignore[method-assign]
-    optimizer.register_load_state_dict_post_hook(turns.take_in)
-    turns.lead_loads(optimizer)
-    turns.take_in(optimizer)
 
 
 def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | None:
@@ -143,9 +139,7 @@ class _StepByTurns:
                     loss = closure()
             if hooks is not None:
                 hooks.finish()
-            reduce_deferred(
-                parameter.grad for group in optimizer.param_groups for parameter in group["params"]
-            )
+            reduce_deferred(parameter.grad for parameter in held_by(optimizer))
             turns.make_all(optimizer, lambda: own(optimizer))
             return loss
 

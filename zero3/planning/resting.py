@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.gradient_types import reduce_deferred
-from ..offload.one_by_one import narrowed, step_of
+from ..offload.one_by_one import each_alone, step_of
 from ..optim.several import held_by
 from ..scratch.regions import pinned_nbytes
 from .ledger import ELSEWHERE, Ledger
@@ -79,12 +79,8 @@ def step_by_turns(optimizer: torch.optim.Optimizer, ledger: Ledger, *, far: bool
     in no plan.)
     """
     reduce_deferred(parameter.grad for parameter in held_by(optimizer))
-    own = step_of(type(optimizer))
-    with ledger.because(ELSEWHERE if far else "optimizer"), narrowed(optimizer) as narrow:
-        for group in list(optimizer.param_groups):
-            for parameter in list(group["params"]):
-                narrow([(group, [parameter])])
-                own(optimizer)
+    with ledger.because(ELSEWHERE if far else "optimizer"):
+        each_alone(optimizer, step_of(type(optimizer)))
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.ndim:
