@@ -83,11 +83,15 @@ def offload_optimizer(optimizer: Opt, *, in_backward: bool = False) -> Opt:
     led = [(member, _turns_of(member, in_backward)) for member in members]
     for member, turns in led:
         if turns is not None:
-            member.step = _StepByTurns(member, turns, in_backward)
-            member.register_load_state_dict_post_hook(turns.take_in)
-            turns.lead_loads(member)
-            turns.take_in(member)
+            _lead(member, turns, in_backward)
     return optimizer
+
+
+def _lead(optimizer: torch.optim.Optimizer, turns: Turns, in_backward: bool) -> None:
+    optimizer.step = _StepByTurns(optimizer, turns, in_backward)  # type: ignore[method-assign]
+    optimizer.register_load_state_dict_post_hook(turns.take_in)
+    turns.lead_loads(optimizer)
+    turns.take_in(optimizer)
 
 
 def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | None:

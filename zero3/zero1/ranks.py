@@ -17,6 +17,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import WrongMesh, any_device_of, communicator_for
 from ..comm.plain_values import decode_scalar, encode_scalar
+from .division import flat, is_gapless
 from .listing import Listing
 
 __all__: list[str] = []
@@ -131,7 +132,13 @@ class Ranks:
             values if own else dict(decode_scalar(json.loads(bytes(content.tolist())), self.device))
         )
 
-    def broadcast(self, values: Tensor, source: int, doing: str, what: str) -> None:
-        """Copies rank `source`'s values to every rank. `doing` and `what`: for the error."""
+    def broadcast(self, tensor: Tensor, source: int, doing: str, what: str) -> None:
+        """Copies rank `source`'s values to every rank, however they lie in memory. `doing` and
+        `what`: for the error.
+        """
+        gapless = is_gapless(tensor)
+        values = flat(tensor) if gapless else tensor.contiguous()
         with self.naming(doing, what):
             self.on[values.device].broadcast(values, source)
+        if not gapless and self.index != source:
+            tensor.copy_(values)
