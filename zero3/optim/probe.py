@@ -142,10 +142,8 @@ def probe_aligned(
 
 def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[int]) -> str | None:
     """As `probe_flat`, for parameters of `ndims` dimensions, each whole on one of the ranks."""
-    shapes = [tuple((5, 4, 3, 2, 2, 2)[:ndim]) for ndim in ndims] + [
-        tuple((3, 6, 2, 2, 2, 2)[:ndim]) for ndim in ndims
-    ]
-    reference = _spans(shapes)
+    sizes = (5, 4, 3, 2, 2, 2), (3, 6, 2, 2, 2, 2)
+    reference = _spans([each[:ndim] for each in sizes for ndim in ndims])
     spread = [reference[rank::ranks] for rank in range(ranks)]
     return _compare(build, device, reference, spread)
 

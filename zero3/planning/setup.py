@@ -195,6 +195,11 @@ class Setup:
         return number
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Those of a step, as a trace takes them."""
+        return self.batch, self.sequence, self.accumulation
+
+    @property
     def replicas(self) -> int:
         """How many ranks hold the same chunk."""
         return 1 if self.mesh is None else self.mesh[0]

@@ -83,9 +83,8 @@ class Trace:
         each step.
         """
         self.kernels = DeviceKernels(device)
-        self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
-        if has_values:
-            self.ledger.computed_by(with_values)
+        unit, compute = ALLOCATION if device == "cuda" else 1, with_values if has_values else None
+        self.ledger = Ledger(unit, vocabulary_of(model), compute)
         kind = AbsentRanks if parts == 1 else partial(SharingRanks, parts=parts)
         self.ranks = kind(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
         self.ranks.count_as(
@@ -310,10 +309,8 @@ class _Observer:
             if sharded.chunk.shard.requires_grad:
                 with as_plain_tensors():
                     # the hook is called before autograd's gradient is taken
-                    sharded.sites.parameter.register_hook(self._came)  # type: ignore[no-untyped-call]
-
-    def _came(self, gradient: Tensor) -> None:
-        self._ledger.note(gradient, "gradients")
+                    note = partial(self._ledger.note, cause="gradients")
+                    sharded.sites.parameter.register_hook(note)  # type: ignore[no-untyped-call]
 
     def conduct(self, what: Collective, perform: Callable[[], Any]) -> Any:
         self._tell(what)

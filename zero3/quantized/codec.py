@@ -285,12 +285,8 @@ class Int8Codec(BlockCodec):
         return self.blocked(values).abs().amax(1) / INT8_MAX
 
     def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
-        codes = (
-            _quotients(self.blocked(values), statistics[:, None])
-            .round_()
-            .clamp_(-INT8_MAX, INT8_MAX)
-            .to(torch.int8)
-        )
+        quotients = _quotients(self.blocked(values), statistics[:, None]).round_()
+        codes = quotients.clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
         return codes.view(-1)[: values.numel()]
 
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:

@@ -284,9 +284,7 @@ class Parts:
     def _complete(self, told: list[tuple[int, int, int, int]], call: Beginning) -> Measured:
         lengths, batch = tuple(note[1] for note in told), max(note[0] for note in told)
         has = max(note[2] for note in told)
-        found = dict[str, Tensor]()
-        if has:
-            found = self._gather(batch, lengths, has, call)
+        found = self._gather(batch, lengths, has, call) if has else {}
         positions, mask = found.get("positions"), found.get("mask")
         packed = None if positions is None or mask is not None else _numbered(positions)
         self.present = Measured(batch, lengths, self._index, positions, mask, packed)

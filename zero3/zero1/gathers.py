@@ -93,12 +93,8 @@ class Gathers:
 
     def _gather_copies(self, buckets: Sequence[Bucket]) -> None:
         (device, dtype), own = buckets[0].kind, self._ranks.index
-        runs = torch.empty(
-            self._ranks.count,
-            sum(bucket.layout.shard_numel for bucket in buckets),
-            dtype=dtype,
-            device=device,
-        )
+        length = sum(bucket.layout.shard_numel for bucket in buckets)
+        runs = torch.empty(self._ranks.count, length, dtype=dtype, device=device)
         for spread, share, place in _along(buckets, own):
             runs[own, place].copy_(spread.flat[share.start : share.stop])
         what = buckets[0].name if len(buckets) == 1 else f"{buckets[0].name}, and what follows,"

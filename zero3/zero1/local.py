@@ -74,16 +74,8 @@ class LocalOptimizers:
         name = getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
         first = group["params"][0]
         ndims = sorted({parameter.ndim for parameter in group["params"]})
-        made = self.make(
-            [
-                {
-                    **options_of(group),
-                    "params": [
-                        torch.zeros((1,) * first.ndim, dtype=first.dtype, device=first.device)
-                    ],
-                }
-            ]
-        )
+        small = torch.zeros((1,) * first.ndim, dtype=first.dtype, device=first.device)
+        made = self.make([{**options_of(group), "params": [small]}])
         if not isinstance(made, Optimizer):
             raise ValueError(
                 f"optimizer_class must make a torch.optim.Optimizer, found a {type(made).__name__}"

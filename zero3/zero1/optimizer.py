@@ -105,12 +105,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ranks, mistake = Ranks.of(process_group, devices)
         self.process_group = process_group_of(ranks.first)
         self.rank, self.world_size = ranks.index, ranks.count
-        flags = (
-            f"overlap_with_ddp={bool(overlap_with_ddp)}, "
-            f"parameters_as_bucket_view={bool(parameters_as_bucket_view)}"
-        )
         lines = [
-            flags,
+            f"overlap_with_ddp={bool(overlap_with_ddp)}, "
+            f"parameters_as_bucket_view={bool(parameters_as_bucket_view)}",
             *map(line_of, every),
             *self._options(groups),
         ]
@@ -254,12 +251,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: A state could only be pickled. Every rank raises it, with the state's name.
         """
         shards = self._opened
-        known = integer(to) is not None and 0 <= to < self.world_size
-        wrong = (
-            None
-            if known
-            else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
-        )
+        wrong = None
+        if integer(to) is None or not 0 <= to < self.world_size:
+            wrong = ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
         shards.ranks.agree([f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
         self._consolidated = (shards.updates, consolidate(shards, to))
 
