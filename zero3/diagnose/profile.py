@@ -229,16 +229,10 @@ class _Recorder:
             return self.clock.seconds(self._start, moment)
 
         spans = [Span(layer, phase, at(begin), at(end)) for layer, phase, begin, end in self._spans]
-        transfers = [
-            Transfer(
-                t.layer,
-                t.kind,
-                t.phase,
-                t.nbytes,
-                *map(at, (t.begin, t.end, t.stopped, t.resumed)),
-            )
-            for t in self.transfers
-        ]
+        transfers = []
+        for t in self.transfers:
+            moments = map(at, (t.begin, t.end, t.stopped, t.resumed))
+            transfers.append(Transfer(t.layer, t.kind, t.phase, t.nbytes, *moments))
         busiest = {
             layer: max(rows) * len(rows) / sum(rows)
             for layer, rows in self._rows.items()

@@ -86,16 +86,11 @@ class Report:
     root_bytes: int | None
 
     def __str__(self) -> str:
-        root = (
-            f", the root's own holds {megabytes(self.root_bytes)}"
-            if self.root_bytes is not None
-            else ""
-        )
-        mesh = (
-            f" ({self.world_size // self.shards} replicas of {self.shards} shards)"
-            if self.shards < self.world_size
-            else ""
-        )
+        root = mesh = ""
+        if self.root_bytes is not None:
+            root = f", the root's own holds {megabytes(self.root_bytes)}"
+        if self.shards < self.world_size:
+            mesh = f" ({self.world_size // self.shards} replicas of {self.shards} shards)"
         here, everywhere = self.experts
         experts = f"{here} of {everywhere} experts stay here, tokens travel. " if everywhere else ""
         sequences = (

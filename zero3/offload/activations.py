@@ -149,11 +149,8 @@ class _Depot:
         return [self._saved[number] for number in self._leaving]
 
     def _send(self, tensor: Tensor) -> _Activation:
-        dense = (
-            tensor
-            if torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-            else tensor.contiguous()
-        )
+        is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        dense = tensor if is_dense else tensor.contiguous()
         flat = dense.as_strided((dense.numel(),), (1,))
         lane = self._lane(flat.device)
         rest = (
@@ -168,10 +165,8 @@ class _Depot:
 
     def _before(self, number: int) -> list[_Activation]:
         """Those tensors that the graph has saved shortly before, the last one first."""
-        found = (
-            self._saved.get(earlier)
-            for earlier in range(number - 1, max(-1, number - 1 - _LOOKS_BACK), -1)
-        )
+        before = reversed(range(max(0, number - _LOOKS_BACK), number))
+        found = (self._saved.get(earlier) for earlier in before)
         return [saved for saved in found if saved is not None]
 
     def _largest_before(self, number: int) -> int:

@@ -94,14 +94,10 @@ class InBackward:
         if turn in self._made:
             raise stepped_already(state_of(parameter).label)
         self._made.append(turn)
-        place = len(self._made)
-        following = self._before[place] if place < len(self._before) else None
-        self._turns.make(
-            optimizer,
-            turn,
-            following if following not in self._made else None,
-            lambda: self._step(optimizer),
-        )
+        following = next(iter(self._before[len(self._made) :]), None)
+        if following in self._made:
+            following = None
+        self._turns.make(optimizer, turn, following, lambda: self._step(optimizer))
         parameter.grad = None
         parameter.grad = UsedGradient.like(parameter, _Used)
 

@@ -97,14 +97,10 @@ def _lead(optimizer: torch.optim.Optimizer, turns: Turns, in_backward: bool) -> 
 def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | None:
     """Checks an optimizer and makes room for its state; None: its step stays as it is."""
     states = [state for state in layers_of(optimizer) if state.policy.offload is not None]
-    directories = {
-        directory for state in states if (directory := directory_of(state.policy)) is not None
-    }
-    if (
-        not states
-        or not (directories or in_backward)
-        or isinstance(vars(optimizer).get("step"), _StepByTurns)
-    ):
+    found = (directory_of(state.policy) for state in states)
+    directories = {directory for directory in found if directory is not None}
+    is_led = isinstance(vars(optimizer).get("step"), _StepByTurns)
+    if is_led or not states or not (directories or in_backward):
         return None
     check_process(states)
     states[0].conductor.conduct(Use(states[0], "offload_optimizer"))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -65,11 +66,8 @@ class Turn:
             gradient for gradient, is_written in gradients if is_written
         ]
         read = [gradient for gradient, is_written in gradients if not is_written]
-        kept = (
-            value
-            for parameter in parameters
-            for value in optimizer.state.get(parameter, {}).values()
-        )
+        states = (optimizer.state.get(parameter, {}) for parameter in parameters)
+        kept = chain.from_iterable(state.values() for state in states)
         state = [value for value in kept if type(value) is Tensor and value.ndim]
         return Visit(self.layer, place, written, read, self.files.files, state)
 

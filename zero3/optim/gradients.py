@@ -145,10 +145,9 @@ def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
 
 def _is_present(state: LayerState, sharded: ShardedParameter) -> bool:
     """Whether this rank knows of a gradient. An empty parameter lies on no rank."""
-    empty = not sharded.sites.parameter.numel()
-    return (
-        _has_gradient_elsewhere(state, sharded) if empty else _own_slice(state, sharded) is not None
-    )
+    if not sharded.sites.parameter.numel():
+        return _has_gradient_elsewhere(state, sharded)
+    return _own_slice(state, sharded) is not None
 
 
 def _lies_elsewhere(sharded: ShardedParameter) -> bool:

@@ -77,12 +77,8 @@ def parameter_norms(
         if of != "param":
             raise
     named = _named(model, states)  # for any `of`, so that ranks add up equally many
-    values = torch.full(
-        (len(named),),
-        0.0 if error is None else math.nan,
-        dtype=torch.float64,
-        device=states[0].device,
-    )
+    start, device = 0.0 if error is None else math.nan, states[0].device
+    values = torch.full((len(named),), start, dtype=torch.float64, device=device)
     quantized = [state for state in states if any(chunk.read_only for chunk in state.chunks)]
     if quantized:
         agree(communicator, states[0].device, "parameter_norms", [f"of={of!r}"], error)

@@ -280,12 +280,7 @@ def _picture(value: object) -> object:
 def _pictured(value: Any) -> object:
     if isinstance(value, _PLAIN):
         return type(value), value
-    if (
-        isinstance(value, Tensor)
-        and type(value) is Tensor
-        and value.numel() <= _LONGEST
-        and not value.requires_grad
-    ):
+    if type(value) is Tensor and value.numel() <= _LONGEST and not value.requires_grad:
         return value.dtype, tuple(value.shape), value.tolist()
     if isinstance(value, Mapping):
         return [(key, _pictured(each)) for key, each in value.items()]

@@ -199,12 +199,9 @@ def weigh(
     # the tokens, their loss, the tokens of earlier micro-batches, and the number of ranks that know
     # the latter
     counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)
-    counts[0] = (
-        tokens
-        if not isinstance(tokens, Tensor)
-        else torch.where((tokens >= 0) & tokens.isfinite(), tokens.double(), nan)
-    )
-    counts[1] = loss
+    if isinstance(tokens, Tensor):
+        tokens = torch.where((tokens >= 0) & tokens.isfinite(), tokens.double(), nan)
+    counts[0], counts[1] = tokens, loss
     known = _so_far(states, counts.new_zeros(2))
     if isinstance(known, Tensor):
         counts[2:] = known

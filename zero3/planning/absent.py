@@ -240,7 +240,7 @@ class _PaperLane:
         if self._ranks.lands_at_once and then is not None:
             then()
             then = None
-        return HostLane().complete(_Transfer(self._ranks, number, pending), then)
+        return HostLane().complete(_PaperMark(self._ranks, number, pending), then)
 
     def defer(self, begin: Callable[[], Pending]) -> Pending:
         return begin()
@@ -249,7 +249,7 @@ class _PaperLane:
         pass
 
 
-class _Transfer:
+class _PaperMark:
     """One on a lane, which tells that compute waits for it."""
 
     def __init__(self, ranks: AbsentRanks, number: int, pending: Pending) -> None:

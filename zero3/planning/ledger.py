@@ -100,11 +100,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         # (Fused optimizers work in place. Not all of their kernels know the meta device.)
-        result = (
-            None
-            if func.__name__.startswith("_fused_") and "_." in func.__name__
-            else self._compute(func, args, kwargs or {})
-        )
+        in_place = func.__name__.startswith("_fused_") and "_." in func.__name__
+        result = None if in_place else self._compute(func, args, kwargs or {})
         self._clock += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

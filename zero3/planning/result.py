@@ -151,17 +151,12 @@ class Plan:
         """
         if isinstance(policies, ShardingPolicy):
             raise TypeError("policies must be several, such as a list, found one ShardingPolicy")
+
+        def order(each: Comparison) -> tuple[bool, bool, float, int]:
+            return each.fits is False, each.seconds is None, each.seconds or 0.0, each.peak_bytes
+
         with self.setup.tell.until_over():
-            found = [self._with(policy) for policy in policies]
-        return sorted(
-            found,
-            key=lambda each: (
-                each.fits is False,
-                each.seconds is None,
-                each.seconds or 0.0,
-                each.peak_bytes,
-            ),
-        )
+            return sorted(map(self._with, policies), key=order)
 
     def _with(self, policy: ShardingPolicy) -> Comparison:
         setup = self.setup.but(policy=policy)

@@ -394,11 +394,9 @@ def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
     count = sum(isinstance(event, Issued) for event in steady)
 
     def later(event: Any, times: int) -> Any:
-        return (
-            replace(event, number=event.number + times * count)
-            if isinstance(event, Issued | Awaited)
-            else event
-        )
+        if not isinstance(event, Issued | Awaited):
+            return event
+        return replace(event, number=event.number + times * count)
 
     found = list(first)
     for times in range(accumulation - 2):

@@ -223,12 +223,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         added = self.param_groups[before:]
         spreads = spreads_of(added[0], before, whole=self._whole[before]) if added else []
         error = error or mistake_in(lambda: check_overlap([*shards.spreads, *spreads]))
+        lines = [*map(line_of, spreads), *self._options(added, before), *changes]
         try:
-            shards.ranks.agree(
-                [*map(line_of, spreads), *self._options(added, before), *changes],
-                error,
-                "add_param_group",
-            )
+            shards.ranks.agree(lines, error, "add_param_group")
         except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
@@ -299,11 +296,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             """After the caller's hooks. It leaves no state, so that torch copies only options."""
-            taken.update(
-                own_state(
-                    shards, [group["params"] for group in given["param_groups"]], given["state"]
-                )
-            )
+            numbers = [group["params"] for group in given["param_groups"]]
+            taken.update(own_state(shards, numbers, given["state"]))
             lines.extend(lines_of(given["state"]))
             return {**given, "state": {}}
 

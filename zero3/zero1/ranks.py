@@ -64,14 +64,8 @@ class Ranks:
         self, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer"
     ) -> None:
         """Returns if all pass the same lines and no error. Otherwise all raise the same error."""
-        agree(
-            self.first,
-            self.device,
-            "the parameters of ZeroRedundancyOptimizer",
-            lines,
-            error,
-            caller=caller,
-        )
+        what = "the parameters of ZeroRedundancyOptimizer"
+        agree(self.first, self.device, what, lines, error, caller=caller)
 
     def roll_call(
         self,
