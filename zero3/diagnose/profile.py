@@ -97,8 +97,7 @@ class _TimedLane:
     """A lane that records when the transfers of one layer begin and end."""
 
     def __init__(self, name: str, lane: Lane, recorder: _Recorder) -> None:
-        self.inner, self._name = lane, name
-        self._recorder = recorder
+        self.inner, self._name, self._recorder = lane, name, recorder
 
     @contextmanager
     def issue(self) -> Iterator[None]:
@@ -124,9 +123,7 @@ class _TimedLane:
 
 class _TimedMark:
     def __init__(self, mark: Pending, timed: _Moving, recorder: _Recorder) -> None:
-        self._mark = mark
-        self._timed = timed
-        self._recorder = recorder
+        self._mark, self._timed, self._recorder = mark, timed, recorder
 
     def wait(self) -> None:
         timed, clock = self._timed, self._recorder.clock
@@ -145,8 +142,7 @@ class _Timed:
     """Tells the recorder what the layer does."""
 
     def __init__(self, recorder: _Recorder, inner: Conductor) -> None:
-        self._recorder = recorder
-        self.inner = inner
+        self._recorder, self.inner = recorder, inner
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
         recorder, now = self._recorder, None

@@ -171,6 +171,7 @@ def report(model: nn.Module) -> Report:
                 gradients += chunk.store.taken(chunk.shard.numel() * itemsize)
     rests = dict.fromkeys(chunk.store.name for state in states for chunk in state.chunks)
     full = [state.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states]
+    homes = [state.call for state in states if isinstance(state.call, AtHome)]
     of_roots = [state.full_nbytes() for state in states if id(state) in roots]
     return Report(
         rank=first.communicator.rank,
@@ -188,16 +189,11 @@ def report(model: nn.Module) -> Report:
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
         largest_layer=largest.label,
         largest_layer_bytes=largest.full_nbytes(),
-        experts=_experts(states),
+        experts=(sum(home.end - home.first for home in homes), sum(home.experts for home in homes)),
         parts=1 if parts is None else parts.size,
         towers=towers_of(model),
         root_bytes=sum(of_roots) if roots else None,
     )
-
-
-def _experts(states: list[LayerState]) -> tuple[int, int]:
-    homes = [state.call for state in states if isinstance(state.call, AtHome)]
-    return sum(home.end - home.first for home in homes), sum(home.experts for home in homes)
 
 
 def _rounded(states: list[LayerState]) -> tuple[str, ...]:

@@ -147,11 +147,7 @@ class Turns:
         """Makes one step. `step`: the optimizer's own, of all its parameters."""
         if len(optimizer.param_groups) > self._groups:  # `add_param_group` was called
             self.lead_loads(optimizer)
-        turns = [
-            turn
-            for turn in self.of(optimizer)
-            if any(parameter.grad is not None for parameter in turn.all())
-        ]
+        turns = [t for t in self.of(optimizer) if any(p.grad is not None for p in t.all())]
         for turn, following in zip(turns, [*turns[1:], None], strict=False):
             self.make(optimizer, turn, following, step)
         self.traffic.end_step()

@@ -70,9 +70,8 @@ def clip_grad_norm_(
     ignored = ignored_gradients(states, alone, "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
-        filled += (
-            each for each in gradients_to_measure(model, states, norms, ignored) if each.numel()
-        )
+        found = gradients_to_measure(model, states, norms, ignored)
+        filled += (each for each in found if each.numel())
     except OSError as unreadable:
         error = error or unreadable
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
@@ -81,9 +80,8 @@ def clip_grad_norm_(
     elif filled:
         local = on_device(torch.nn.utils.get_total_norm(filled, norm_type), local.device).to(local)
     # [S1]
-    total = _over_ranks(
-        states[0], local, norm_type, error, [each for each in ignored.values() if each.numel()]
-    )
+    shared = [each for each in ignored.values() if each.numel()]
+    total = _over_ranks(states[0], local, norm_type, error, shared)
     # ranks whose arguments differ are told when they compare their transfers
     limit, strict = float(max_norm), bool(error_if_nonfinite)
     what = f"the gradients to max_norm={limit} of norm {norm_type}{', if it is finite' * strict}"

@@ -63,9 +63,8 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
         if gradient is not None:
             found[name] = gradient
         elif _lies_elsewhere(sharded) and _has_gradient_elsewhere(state, sharded):
-            found[name] = sharded.chunk.shard.data.new_empty(
-                0, dtype=sharded.chunk.shard.grad_dtype
-            )
+            shard = sharded.chunk.shard
+            found[name] = shard.data.new_empty(0, dtype=shard.grad_dtype)
     return found
 
 

@@ -260,14 +260,7 @@ def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
     found = torch.stack([tokens, torch.ones_like(tokens)])
     if any(isinstance(gradient, DeferredGradient) and gradient.zeroed for gradient, _, _ in known):
         return nothing
-    if all(
-        isinstance(gradient, DeferredGradient) or gradient._version == version
-        for gradient, _, version in known
-    ):
+    here = [(g, version) for g, _, version in known if not isinstance(g, DeferredGradient)]
+    if all(gradient._version == version for gradient, version in here):
         return found
-    changed = [
-        gradient.as_subclass(Tensor)
-        for gradient, _, _ in known
-        if not isinstance(gradient, DeferredGradient)
-    ]
-    return found * torch.stack([gradient.any() for gradient in changed]).any()
+    return found * torch.stack([gradient.as_subclass(Tensor).any() for gradient, _ in here]).any()

@@ -35,11 +35,8 @@ def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
     if setup.shards == 1 or policy.stage != 3 or policy.expert_parallel:
         return policy
     sums = list(accumulate(trace.frozen_buffers))
-    if (
-        sums
-        and sums[-1] > policy.resident_bytes
-        and (kept := _most_resident(setup, sums, room, peak)) is not None
-    ):
+    more = sums and sums[-1] > policy.resident_bytes
+    if more and (kept := _most_resident(setup, sums, room, peak)) is not None:
         policy = replace(policy, resident_bytes=kept)
     # else no room is left
     again = trace.trains_in_layers and policy.resident_bytes >= sum(trace.frozen_buffers)

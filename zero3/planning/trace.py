@@ -5,7 +5,6 @@ are not there.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -50,11 +49,6 @@ def _ignore(*_: object) -> None:
     return None
 
 
-def _nothing(record: logging.LogRecord) -> bool:
-    """What the log says of a model that is sharded is for those who train it: plans shard many."""
-    return False
-
-
 class Trace:
     """A sharded model without values, and its optimizer, on rank `rank` of `ranks`. `replicas`: so
     many of them hold the same chunk. `parts`: so many hold parts of the same sequences.
@@ -95,7 +89,9 @@ class Trace:
         self.trainable = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        with self.ledger, self.kernels, self.ledger.because("chunks"), logging_only(_nothing):
+        # what the log says of a model that is sharded is for those who train it: plans shard many
+        silent = logging_only(lambda record: False)
+        with self.ledger, self.kernels, self.ledger.because("chunks"), silent:
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
@@ -124,15 +120,16 @@ class Trace:
 
     def _read_codes(self, states: Sequence[LayerState], device: str) -> None:
         """A GPU takes a kernel, a CPU one slice after another, of which the first will do."""
-        codecs = _codecs_in(states)
-        for codec in codecs:
+        weights = (weight_of(each.sites) for state in states for each in state.parameters)
+        codecs: dict[int, Any] = {id(e.codec): e.codec for e in weights if e is not None}
+        for codec in codecs.values():
             codec.choose_slices(self._alike.first)
         if device != "cuda":
             return
         wires = [chunk.wire for state in states for chunk in state.chunks]
         stages = [stage for account in accounts_of(states) for stage in account.flow.stages]
         coded = [e for e in (*wires, *stages) if isinstance(e, Coded | CodedReduceScatter)]
-        for user in (*codecs, *(each.rows for each in coded)):
+        for user in (*codecs.values(), *(each.rows for each in coded)):
             user.use(FusedOnMeta())
 
     @property
@@ -373,11 +370,6 @@ def _naming(optimizer: object) -> Iterator[None]:
             f"raised {type(error).__name__}: {error}. Plan with one whose state takes as many "
             "bytes; AdamW's takes twice the parameters'"
         ) from error
-
-
-def _codecs_in(states: Iterable[LayerState]) -> Iterable[Any]:
-    weights = (weight_of(each.sites) for state in states for each in state.parameters)
-    return {id(weight.codec): weight.codec for weight in weights if weight is not None}.values()
 
 
 def _name_of(state: LayerState) -> str:

@@ -45,9 +45,7 @@ class Ranks:
         devices = list(dict.fromkeys(devices)) or [any_device_of(process_group)]
         try:
             found = {device: communicator_for(process_group, device) for device in devices}
-            if any(
-                communicator.shards < communicator.world_size for communicator in found.values()
-            ):
+            if any(each.shards < each.world_size for each in found.values()):
                 raise TypeError(
                     "process_group is a mesh of two dimensions, expected a process group or a "
                     "mesh of one: there are no replicas here"
@@ -92,10 +90,8 @@ class Ranks:
         with self.naming("comparing with the other ranks", subject, "ZeroRedundancyOptimizer.step"):
             said = self.first.exchange(digest + bytes([state]), self.device)
         active = [rank for rank, each in enumerate(said) if each[-1] != _JOINED]
-        if (
-            any(said[rank][-1] == _FAILED for rank in active)
-            or len({said[rank] for rank in active}) > 1
-        ):
+        heard = {said[rank] for rank in active}
+        if len(heard) > 1 or any(each[-1] == _FAILED for each in heard):
             told = None if joined else lines
             agree(self.first, self.device, "what a step updates", told, error)
             if listing is not None:  # lines are alike, but not what parameters hold
