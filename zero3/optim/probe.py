@@ -228,9 +228,8 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
             made.mng.index2config = {}  # type: ignore[attr-defined]
         return made
 
-    settings |= _settings(
-        build, own, next((parameter.device for parameter in group["params"]), torch.device("cpu"))
-    )
+    devices = (parameter.device for parameter in group["params"])
+    settings |= _settings(build, own, next(devices, torch.device("cpu")))
     return build
 
 
@@ -257,10 +256,9 @@ def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[s
         found = {key for key in found if _picture(vars(another).get(key)) == fresh[key]}
         if found:
             spans = _spans(shapes)
+            problem, parameters = Problem.of(spans[-1][1], device), made.param_groups[0]["params"]
             with trying(device):
-                for _ in _steps(
-                    made, made.param_groups[0]["params"], Problem.of(spans[-1][1], device), spans
-                ):
+                for _ in _steps(made, parameters, problem, spans):
                     pass
         return {key: own[key] for key in found if _picture(vars(made).get(key)) == fresh[key]}
     except Exception:  # of any kind, and whoever tries the optimizer sees it again

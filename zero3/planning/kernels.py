@@ -149,14 +149,9 @@ class _Attention(NamedTuple):
 
 def backward(loss: Tensor) -> None:
     """As `loss.backward()`, which would leave the mode, and recompute checkpoints without it."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        (loss,),
-        (torch.ones_like(loss),),
-        False,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
+    engine, gradient = torch.autograd.Variable._execution_engine, torch.ones_like(loss)
+    engine.run_backward(
+        (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -257,14 +252,10 @@ def _chosen_by_cpu(asked: _Attention) -> tuple[str, str]:
         row = torch.empty(tensor.shape[-1:], dtype=tensor.dtype)
         return row.requires_grad_(tensor.requires_grad).expand(tensor.shape)
 
+    query, key, value = map(like, asked[:3])
+    mask = None if asked.attn_mask is None else like(asked.attn_mask)
     choice = torch._fused_sdp_choice(
-        like(asked.query),
-        like(asked.key),
-        like(asked.value),
-        None if asked.attn_mask is None else like(asked.attn_mask),
-        asked.dropout_p,
-        asked.is_causal,
-        enable_gqa=asked.enable_gqa,
+        query, key, value, mask, asked.dropout_p, asked.is_causal, enable_gqa=asked.enable_gqa
     )
     return (_MATH, "as torch chooses on the CPU") if choice == 0 else (_FLASH, "")
 
