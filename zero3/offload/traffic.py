@@ -32,16 +32,16 @@ class Visit(NamedTuple):
         """Returns whether memory is short: the kernel had dropped something. It is the visit's last
         call.
         """
-        lie: list[tuple[Resting | MappedFiles, Tensor, bool]] = [
+        coming: list[tuple[Resting | MappedFiles, Tensor, bool]] = [
             *((self.place, tensor, True) for tensor in self.values),
             *((self.place, tensor, False) for tensor in self.gradients),
             *((self.files, tensor, True) for tensor in self.state),
         ]
-        was_away = any(where.is_away(tensor) for where, tensor, _ in lie)
+        was_away = any(where.is_away(tensor) for where, tensor, _ in coming)
         self.place.note_short(was_away)
-        for where, tensor, _ in lie if was_away else ():  # the disk gets all orders at once
+        for where, tensor, _ in coming if was_away else ():  # the disk gets all orders at once
             where.read_ahead(tensor)
-        for where, tensor, to_write in lie:
+        for where, tensor, to_write in coming:
             where.bring(tensor, to_write=to_write)
         # a thread that is late with forgetting the visit holds no gradients: the next ones would
         # need other files

@@ -250,7 +250,7 @@ class _PaperLane:
 
 
 class _PaperMark:
-    """One on a lane, which tells that compute waits for it."""
+    """A transfer on its lane, which tells when compute waits for it."""
 
     def __init__(self, ranks: AbsentRanks, number: int, pending: Pending) -> None:
         self._ranks, self._number, self._pending = ranks, number, pending
