@@ -66,12 +66,12 @@ def clip_grad_norm_(
     reduce_deferred(chunk.grad for chunk in chunks)
     in_files = gradients_in_files(states)
     filled = list[Tensor]()
-    alone = ignored_in(model, states)
-    ignored = ignored_gradients(states, alone, "clip_grad_norm_")
+    ignored = ignored_gradients(states, ignored_in(model, states), "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
-        found = gradients_to_measure(model, states, norms, ignored)
-        filled += (each for each in found if each.numel())
+        filled += (
+            each for each in gradients_to_measure(model, states, norms, ignored) if each.numel()
+        )
     except OSError as unreadable:
         error = error or unreadable
     local = torch.zeros((), dtype=torch.float64, device=states[0].device)
@@ -80,8 +80,9 @@ def clip_grad_norm_(
     elif filled:
         local = on_device(torch.nn.utils.get_total_norm(filled, norm_type), local.device).to(local)
     # [S1]
-    shared = [each for each in ignored.values() if each.numel()]
-    total = _over_ranks(states[0], local, norm_type, error, shared)
+    total = _over_ranks(
+        states[0], local, norm_type, error, [each for each in ignored.values() if each.numel()]
+    )
     # ranks whose arguments differ are told when they compare their transfers
     limit, strict = float(max_norm), bool(error_if_nonfinite)
     what = f"the gradients to max_norm={limit} of norm {norm_type}{', if it is finite' * strict}"

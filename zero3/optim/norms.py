@@ -88,10 +88,13 @@ def parameter_norms(
         rows = {key: row for row, (_, key) in enumerate(named)}
         if not communicator.replica:  # replicas hold the same values, which count once
             _add_own(values, rows, of, norm_type)
-        whole: Iterable[tuple[ShardedParameter | nn.Parameter, Tensor]] = ignored.items()
-        if of == "param":
-            held = ((each.parameter, each.parameter.detach()) for each in alone)
-            whole = chain(held, *map(_dequantised, quantized))
+        whole: Iterable[tuple[ShardedParameter | nn.Parameter, Tensor]] = (
+            chain(
+                ((e.parameter, e.parameter.detach()) for e in alone), *map(_dequantised, quantized)
+            )
+            if of == "param"
+            else ignored.items()
+        )
         for key, flat in whole:
             if is_first(communicator) and key in rows:
                 values[rows[key]] = _power(flat, norm_type)
