@@ -196,11 +196,8 @@ def _compared(
         for name, value in values.items()
     ]
     differences = [_difference(*pair) for pair in pairs]
-    beyond = [
-        d
-        for d in differences
-        if not d.largest <= tolerance * d.scale + torch.finfo(torch.float64).tiny
-    ]
+    least = torch.finfo(torch.float64).tiny
+    beyond = [d for d in differences if not d.largest <= tolerance * d.scale + least]
     order = {name: number for number, name in enumerate(["", *expected["value after the step"]])}
     worst = max(d.largest / d.scale if d.scale else d.largest for d in differences)
     return CheckReport(sorted(beyond, key=lambda d: order[d.name]), len(pairs), worst)

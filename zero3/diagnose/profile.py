@@ -98,8 +98,7 @@ class _TimedLane:
     """A lane that records when the transfers of one layer begin and end."""
 
     def __init__(self, name: str, lane: Lane, recorder: _Recorder) -> None:
-        self.inner, self._name = lane, name
-        self._recorder = recorder
+        self.inner, self._name, self._recorder = lane, name, recorder
 
     @contextmanager
     def issue(self) -> Iterator[None]:
@@ -125,9 +124,7 @@ class _TimedLane:
 
 class _TimedMark:
     def __init__(self, mark: Pending, timed: _Moving, recorder: _Recorder) -> None:
-        self._mark = mark
-        self._timed = timed
-        self._recorder = recorder
+        self._mark, self._timed, self._recorder = mark, timed, recorder
 
     def wait(self) -> None:
         timed, clock = self._timed, self._recorder.clock
@@ -146,8 +143,7 @@ class _Timed:
     """Tells the recorder what the layer does."""
 
     def __init__(self, recorder: _Recorder, inner: Conductor) -> None:
-        self._recorder = recorder
-        self.inner = inner
+        self._recorder, self.inner = recorder, inner
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
         recorder, now = self._recorder, None
@@ -232,16 +228,10 @@ class _Recorder:
             return self.clock.seconds(self._start, moment)
 
         spans = [Span(names[layer], phase, at(b), at(e)) for layer, phase, b, e in self._spans]
-        transfers = [
-            Transfer(
-                names[t.layer],
-                t.kind,
-                t.phase,
-                t.nbytes,
-                *map(at, (t.begin, t.end, t.stopped, t.resumed)),
-            )
-            for t in self.transfers
-        ]
+        transfers = []
+        for t in self.transfers:
+            moments = map(at, (t.begin, t.end, t.stopped, t.resumed))
+            transfers.append(Transfer(names[t.layer], t.kind, t.phase, t.nbytes, *moments))
         busiest = {
             names[layer]: max(rows) * len(rows) / sum(rows)
             for layer, rows in self._rows.items()

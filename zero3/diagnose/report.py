@@ -86,16 +86,11 @@ class Report:
     root_bytes: int | None
 
     def __str__(self) -> str:
-        root = (
-            f", the root's own holds {megabytes(self.root_bytes)}"
-            if self.root_bytes is not None
-            else ""
-        )
-        mesh = (
-            f" ({self.world_size // self.shards} replicas of {self.shards} shards)"
-            if self.shards < self.world_size
-            else ""
-        )
+        root = mesh = ""
+        if self.root_bytes is not None:
+            root = f", the root's own holds {megabytes(self.root_bytes)}"
+        if self.shards < self.world_size:
+            mesh = f" ({self.world_size // self.shards} replicas of {self.shards} shards)"
         here, everywhere = self.experts
         experts = f"{here} of {everywhere} experts stay here, tokens travel. " if everywhere else ""
         sequences = (
@@ -178,6 +173,7 @@ def report(model: nn.Module) -> Report:
     full = [
         state.chunks.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states
     ]
+    homes = [state.call for state in states if isinstance(state.call, AtHome)]
     of_roots = [state.chunks.full_nbytes() for state in states if id(state) in roots]
     return Report(
         rank=first.communicator.rank,
@@ -195,35 +191,30 @@ def report(model: nn.Module) -> Report:
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
         largest_layer=largest.label,
         largest_layer_bytes=largest.chunks.full_nbytes(),
-        experts=_experts(states),
+        experts=(sum(home.end - home.first for home in homes), sum(home.experts for home in homes)),
         parts=1 if parts is None else parts.size,
         towers=towers_of(model),
         root_bytes=sum(of_roots) if roots else None,
     )
 
 
-def _experts(states: list[LayerState]) -> tuple[int, int]:
-    homes = [state.call for state in states if isinstance(state.call, AtHome)]
-    return sum(home.end - home.first for home in homes), sum(home.experts for home in homes)
-
-
 def _rounded(states: list[LayerState]) -> tuple[str, ...]:
-    found: dict[str, None] = {}
+    found: list[str] = []
     for state in states:
         for dtype in {chunk.shard.dtype for chunk in state.chunks if chunk.shard.requires_grad}:
             if (kind := gather_format(state.policy, state.communicator, dtype)) is not None:
-                found[
+                found.append(
                     f"Weights travel as {kind.name}, and what computes is rounded to it: that is "
                     "a bias"
-                ] = None
+                )
             if (kind := reduce_format(state.policy, state.communicator, dtype)) is not None:
                 how = (
                     "at random, without a bias"
                     if is_stochastic(kind)
                     else "to the nearest code: that is a bias"
                 )
-                found[f"Gradients travel as {kind.name}, rounded {how}"] = None
-    return tuple(found)
+                found.append(f"Gradients travel as {kind.name}, rounded {how}")
+    return tuple(dict.fromkeys(found))
 
 
 def _gradient_nbytes(state: LayerState) -> int:

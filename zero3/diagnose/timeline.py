@@ -181,14 +181,9 @@ class Profile:
         """The speed of the transfers that the computation waited for, since only their ends are
         exact. Without any, of all transfers.
         """
-        seen = [
-            transfer for transfer in self.transfers if transfer.exposed >= SEEN
-        ] or self.transfers
-        return (
-            sum(t.nbytes for t in seen) / busy
-            if (busy := _union((t.begin, t.end) for t in seen))
-            else 0.0
-        )
+        seen = [t for t in self.transfers if t.exposed >= SEEN] or self.transfers
+        busy = _union((t.begin, t.end) for t in seen)
+        return sum(t.nbytes for t in seen) / busy if busy else 0.0
 
     @property
     def advice(self) -> list[str]:
@@ -317,13 +312,8 @@ def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
         if last < begin or first > end:
             return
         place, color = _LANES.index(lane), _COLORS[kind]
-        axes.broken_barh(
-            [(1e3 * first, 1e3 * (last - first))],
-            (place - 0.4, 0.8),
-            facecolor=color,
-            edgecolor="white",
-            linewidth=0.5,
-        )
+        when, high = [(1e3 * first, 1e3 * (last - first))], (place - 0.4, 0.8)
+        axes.broken_barh(when, high, facecolor=color, edgecolor="white", linewidth=0.5)
         if last - first > (end - begin) / 60:
             axes.text(
                 1e3 * (first + last) / 2,

@@ -13,8 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -87,13 +86,8 @@ class _Offloaded:
         self._hooks.append(hooks)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.pop().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.pop().__exit__(*error)
         self._store.trim()
 
 
@@ -140,18 +134,11 @@ class _Depot:
             _malloc_trim(0)
 
     def _goes(self, tensor: Tensor) -> bool:
-        if (
-            type(tensor) is not Tensor
-            or tensor.layout != torch.strided
-            or tensor.nbytes < self._min_bytes
-            or tensor.numel() < 2
-        ):
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta:
             return False
-        if (
-            isinstance(tensor._base, nn.Parameter)
-            or shows_parameters(tensor)
-            or tensor.device.type == "meta"
-        ):
+        if tensor.nbytes < self._min_bytes or tensor.numel() < 2:
+            return False
+        if isinstance(tensor._base, nn.Parameter) or shows_parameters(tensor):
             return False
         if tensor.is_conj() or tensor.is_neg():  # its bytes are not its values
             return False
@@ -162,11 +149,8 @@ class _Depot:
         return [self._saved[number] for number in self._leaving]
 
     def _send(self, tensor: Tensor) -> _Activation:
-        dense = (
-            tensor
-            if torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-            else tensor.contiguous()
-        )
+        is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        dense = tensor if is_dense else tensor.contiguous()
         flat = dense.as_strided((dense.numel(),), (1,))
         lane = self._lane(flat.device)
         rest = (
@@ -181,10 +165,8 @@ class _Depot:
 
     def _before(self, number: int) -> list[_Activation]:
         """Those tensors that the graph has saved shortly before, the last one first."""
-        found = (
-            self._saved.get(earlier)
-            for earlier in range(number - 1, max(-1, number - 1 - _LOOKS_BACK), -1)
-        )
+        before = reversed(range(max(0, number - _LOOKS_BACK), number))
+        found = (self._saved.get(earlier) for earlier in before)
         return [saved for saved in found if saved is not None]
 
     def _largest_before(self, number: int) -> int:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.gradient_types import CallersMistake, DeferredGradient, UsedGradient, stepped_already
-from ..guards.marks import Owner
+from ..guards.marks import Owner, state_of
+from ..optim.several import held_by
 from ..stores.resting import resting_place
 from .turns import Turn, Turns
 
@@ -41,12 +42,10 @@ def _stepped_already(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None
     """A layer's label, and the class of the optimizer that steps it. (No object: an error's
     traceback would keep it alive.)
     """
-    for parameter in (
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ):
+    for parameter in held_by(optimizer):
         stepped_by = getattr(parameter, "zero3_stepped_in_backward", None)
         if isinstance(stepped_by, Owner) and (other := stepped_by()) is not None:
-            return parameter.zero3_state().label, type(other).__name__
+            return state_of(parameter).label, type(other).__name__
     return None
 
 
@@ -70,10 +69,7 @@ class InBackward:
         for turn in turns.of(optimizer):
             for number, parameters in turn.parameters.items():
                 for parameter in parameters:
-                    if (
-                        getattr(parameter, "zero3_state", None) is not None
-                        and parameter.requires_grad
-                    ):
+                    if state_of(parameter) is not None and parameter.requires_grad:
                         self._turn_of[id(parameter)] = replace(
                             turn, parameters={number: [parameter]}
                         )
@@ -88,7 +84,7 @@ class InBackward:
         """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing
         for later under `no_sync`.)
         """
-        state = parameter.zero3_state()  # type: ignore[attr-defined]
+        state = state_of(parameter)
         return self._optimizer() is not None and state is not None and not state.gradients.deferrals
 
     def landed(self, parameter: nn.Parameter) -> None:
@@ -96,17 +92,12 @@ class InBackward:
         if optimizer is None or not self.steps(parameter):
             return
         if turn in self._made:
-            state = parameter.zero3_state()  # type: ignore[attr-defined]
-            raise stepped_already(state.label)
+            raise stepped_already(state_of(parameter).label)
         self._made.append(turn)
-        place = len(self._made)
-        following = self._before[place] if place < len(self._before) else None
-        self._turns.make(
-            optimizer,
-            turn,
-            following if following not in self._made else None,
-            lambda: self._step(optimizer),
-        )
+        following = next(iter(self._before[len(self._made) :]), None)
+        if following in self._made:
+            following = None
+        self._turns.make(optimizer, turn, following, lambda: self._step(optimizer))
         parameter.grad = None
         parameter.grad = UsedGradient.like(parameter, _Used)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,7 +64,7 @@ def try_out(
     name = type(optimizer).__name__
     try:
         together, kept = _trained(build, lambda twin: twin.step(), parameter)
-        alone, _ = _trained(build, lambda twin: _each_alone(twin, step), parameter)
+        alone, _ = _trained(build, lambda twin: each_alone(twin, step), parameter)
     except Exception as error:  # of any kind, since the optimizer may be of any library
         raise ValueError(
             f"{name} can't be tried out on small tensors ({type(error).__name__}: {error}), so "
@@ -80,17 +80,16 @@ def try_out(
     return kept
 
 
-def _each_alone(twin: torch.optim.Optimizer, step: Step) -> None:
-    with narrowed(twin) as narrow:
-        for group in list(twin.param_groups):
+def each_alone(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Steps one parameter after another."""
+    with narrowed(optimizer) as narrow:
+        for group in list(optimizer.param_groups):
             for parameter in list(group["params"]):
                 narrow([(group, [parameter])])
-                step(twin)
+                step(optimizer)
 
 
-def _trained(
-    build: Build, make_step: Callable[[torch.optim.Optimizer], object], like: nn.Parameter
-) -> tuple[str, list[torch.dtype]]:
+def _trained(build: Build, make_step: Step, like: nn.Parameter) -> tuple[str, list[torch.dtype]]:
     """Returns a text of all numbers that steps have led to, and the dtypes of state."""
     shape = _SHAPE[: like.ndim]
     with trying(like.device):
@@ -111,14 +110,5 @@ def _trained(
         {key: value for key, value in group.items() if key != "params"}
         for group in twin.param_groups
     ]
-    return str([_numbers(parameters), options]), [
-        value.dtype for value in kept if value.numel() == numel > 1
-    ]
-
-
-def _numbers(tensors: Iterable[Tensor]) -> list[list[float]]:
-    seen = (
-        torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        for tensor in tensors
-    )
-    return [tensor.double().flatten().tolist() for tensor in seen]
+    numbers = [parameter.tolist() for parameter in parameters]
+    return str([numbers, options]), [value.dtype for value in kept if value.numel() == numel > 1]

@@ -15,7 +15,7 @@ from ..comm.agreement import agreeing
 from ..core.collectives import Use
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import check_process
-from ..optim.several import members_of
+from ..optim.several import held_by, members_of
 from ..optim.state_memory import land_steps
 from ..policy import directory_of, shards_gradients
 from .in_backward import InBackward, check_unstepped
@@ -97,14 +97,10 @@ def _lead(optimizer: torch.optim.Optimizer, turns: Turns, in_backward: bool) -> 
 def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | None:
     """Checks an optimizer and makes room for its state; None: its step stays as it is."""
     states = [state for state in layers_of(optimizer) if state.policy.offload is not None]
-    directories = {
-        directory for state in states if (directory := directory_of(state.policy)) is not None
-    }
-    if (
-        not states
-        or not (directories or in_backward)
-        or isinstance(vars(optimizer).get("step"), _StepByTurns)
-    ):
+    found = (directory_of(state.policy) for state in states)
+    directories = {directory for directory in found if directory is not None}
+    is_led = isinstance(vars(optimizer).get("step"), _StepByTurns)
+    if is_led or not states or not (directories or in_backward):
         return None
     check_process(states)
     states[0].conductor.conduct(Use(states[0], "offload_optimizer"))
@@ -143,9 +139,7 @@ class _StepByTurns:
                     loss = closure()
             if hooks is not None:
                 hooks.finish()
-            reduce_deferred(
-                parameter.grad for group in optimizer.param_groups for parameter in group["params"]
-            )
+            reduce_deferred(parameter.grad for parameter in held_by(optimizer))
             turns.make_all(optimizer, lambda: own(optimizer))
             return loss
 

@@ -98,10 +98,12 @@ class _Parking(AbstractContextManager[None]):
             land_steps(states)
             for state in states:
                 state.release()
-            self._away = _Away(states, members, _place_for(to))
+            place = place_of(to, 'parked(to=) must be "cpu" or a directory')
+            rest = _HostCopies() if to == "cpu" else _ParkingFile(os.path.abspath(place))
+            self._away = _Away(states, members, rest)
         self._door = Door(states, _refuse)
         self._hooks = [
-            hook(partial(_refuse_state, what))
+            hook(partial(_refuse, what))
             for each in members
             for what, hook in (
                 ("saves an optimizer's state", each.register_state_dict_pre_hook),
@@ -126,11 +128,7 @@ class _Parking(AbstractContextManager[None]):
             self._hooks.pop().remove()
 
 
-def _refuse_state(what: str, *_: object) -> NoReturn:
-    _refuse(what)
-
-
-def _refuse(what: Collective | str) -> NoReturn:
+def _refuse(what: Collective | str, *_: object) -> NoReturn:
     raise RuntimeError(
         f"the model {what} inside zero3.parked: its values are not on the device. Leave it first"
     )
@@ -204,11 +202,6 @@ def _pieces(memories: Iterable[MovableMemory]) -> Iterator[tuple[int, Tensor]]:
             place += piece.numel()
 
 
-def _place_for(to: object) -> _HostCopies | _ParkingFile:
-    place = place_of(to, 'parked(to=) must be "cpu" or a directory')
-    return _HostCopies() if to == "cpu" else _ParkingFile(os.path.abspath(place))
-
-
 class _Parked:
     """The layer of a gradient that has no values here."""
 
@@ -233,7 +226,8 @@ class _Away:
         kept = [(p, p.grad) for p in parts if p.grad is not None]
         reached: list[Tensor] = [*(chunk.shard for chunk in chunks), *parts]
         reached += _tensors([list(member.state.values()) for member in members])
-        reached += _tensors([(_reduced(g), vars(g).get("zero3_exact")) for _, g in kept])
+        reduced = [g.earlier if isinstance(g, DeferredGradient) else g for _, g in kept]
+        reached += _tensors([reduced, [vars(g).get("zero3_exact") for _, g in kept]])
         inner = [t for account in accounts_of(states) for t in account.held]
         self._rest, self._undo = rest, list[Callable[[], object]]()
         self._is_gone = False
@@ -295,10 +289,6 @@ class _Away:
         self._is_gone = False
         while self._undo:
             self._undo.pop()()
-
-
-def _reduced(gradient: Tensor) -> Tensor | None:
-    return gradient.earlier if isinstance(gradient, DeferredGradient) else gradient
 
 
 def _tensors(holders: Iterable[Any]) -> list[Tensor]:

@@ -39,14 +39,10 @@ class StateFiles:
     def take_in(self, state: MutableMapping[str, Any]) -> None:
         """Moves those tensors of one parameter's state into files that are not there yet."""
         for key, value in state.items():
-            if (
-                type(value) is not Tensor
-                or not value.ndim
-                or value.device.type != "cpu"
-                or value in self.files
-            ):
+            if type(value) is not Tensor or not value.ndim or value.device.type != "cpu":
                 continue
-            if (place := self.place(value.numel(), value.dtype)) is not None:
+            place = None if value in self.files else self.place(value.numel(), value.dtype)
+            if place is not None:
                 state[key] = place.view(value.shape).copy_(value)
 
 

@@ -32,21 +32,17 @@ class Visit(NamedTuple):
         """Returns whether memory is short: the kernel had dropped something. It is the visit's last
         call.
         """
-        was_away = any(map(self.place.is_away, [*self.values, *self.gradients])) or any(
-            map(self.files.is_away, self.state)
-        )
+        coming: list[tuple[Resting | MappedFiles, Tensor, bool]] = [
+            *((self.place, tensor, True) for tensor in self.values),
+            *((self.place, tensor, False) for tensor in self.gradients),
+            *((self.files, tensor, True) for tensor in self.state),
+        ]
+        was_away = any(where.is_away(tensor) for where, tensor, _ in coming)
         self.place.note_short(was_away)
-        if was_away:  # the disk gets all orders at once
-            for tensor in [*self.values, *self.gradients]:
-                self.place.read_ahead(tensor)
-            for tensor in self.state:
-                self.files.read_ahead(tensor)
-        for tensor in self.values:
-            self.place.bring(tensor, to_write=True)
-        for tensor in self.gradients:
-            self.place.bring(tensor, to_write=False)
-        for tensor in self.state:
-            self.files.bring(tensor, to_write=True)
+        for where, tensor, _ in coming if was_away else ():  # the disk gets all orders at once
+            where.read_ahead(tensor)
+        for where, tensor, to_write in coming:
+            where.bring(tensor, to_write=to_write)
         # a thread that is late with forgetting the visit holds no gradients: the next ones would
         # need other files
         self.values.clear()

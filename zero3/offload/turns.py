@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState
 from ..guards.marks import StateMemory, state_of
 from ..guards.unreached import left_alone
+from ..optim.several import held_by
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from ..stores.resting import resting_place
@@ -29,12 +32,8 @@ __all__: list[str] = []
 
 def layers_of(optimizer: torch.optim.Optimizer) -> list[LayerState]:
     """The layers that the optimizer's parameters belong to."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return list(
-        dict.fromkeys(
-            state for parameter in parameters if (state := state_of(parameter)) is not None
-        )
-    )
+    found = dict.fromkeys(map(state_of, held_by(optimizer)))
+    return [state for state in found if state is not None]
 
 
 @dataclass(eq=False)
@@ -67,11 +66,8 @@ class Turn:
             gradient for gradient, is_written in gradients if is_written
         ]
         read = [gradient for gradient, is_written in gradients if not is_written]
-        kept = (
-            value
-            for parameter in parameters
-            for value in optimizer.state.get(parameter, {}).values()
-        )
+        states = (optimizer.state.get(parameter, {}) for parameter in parameters)
+        kept = chain.from_iterable(state.values() for state in states)
         state = [value for value in kept if type(value) is Tensor and value.ndim]
         return Visit(self.layer, place, written, read, self.files.files, state)
 
@@ -94,19 +90,16 @@ class Turns:
         chunks: dict[int, tuple[Chunk, StateFiles, str]] = {}
         for state in layers_of(optimizer):
             if (directory := directory_of(state.policy)) is not None:
-                found = (
-                    (id(part.parameter), chunk) for chunk in state.chunks for part in chunk.parts
-                )
                 if directory not in self._files:  # chunks of a group that was added later
                     self._files[directory] = StateFiles(directory)
-                chunks |= {
-                    key: (chunk, self._files[directory], state.label) for key, chunk in found
-                }
+                for chunk in state.chunks:
+                    found = chunk, self._files[directory], state.label
+                    chunks |= {id(part.parameter): found for part in chunk.parts}
         turns: dict[Chunk | None, Turn] = {None: Turn(None, None)}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                chunk, files, layer = chunks.get(id(parameter), (None, None, ""))
-                turn = turns.setdefault(chunk, Turn(chunk, files, layer))
+                own, files, layer = chunks.get(id(parameter), (None, None, ""))
+                turn = turns.setdefault(own, Turn(own, files, layer))
                 turn.parameters.setdefault(number, []).append(parameter)
         return list(turns.values())
 
@@ -154,11 +147,7 @@ class Turns:
         """Makes one step. `step`: the optimizer's own, of all its parameters."""
         if len(optimizer.param_groups) > self._groups:  # `add_param_group` was called
             self.lead_loads(optimizer)
-        turns = [
-            turn
-            for turn in self.of(optimizer)
-            if any(parameter.grad is not None for parameter in turn.all())
-        ]
+        turns = [t for t in self.of(optimizer) if any(p.grad is not None for p in t.all())]
         for turn, following in zip(turns, [*turns[1:], None], strict=False):
             self.make(optimizer, turn, following, step)
         self.traffic.end_step()
@@ -199,10 +188,8 @@ class Turns:
         fresh = [parameter for parameter in turn.all() if not optimizer.state.get(parameter)]
         # clipping may have left its multiplication for now
         touch(parameter.grad for parameter in turn.all())
-        with left_alone(optimizer, {s for p in turn.all() if (s := state_of(p)) is not None}):
-            if turn.files is not None and fresh:
-                with ZerosInFiles(fresh, turn.files):
-                    step()
-            else:
-                step()
+        states = {s for p in turn.all() if (s := state_of(p)) is not None}
+        in_files = turn.files is not None and fresh and ZerosInFiles(fresh, turn.files)
+        with left_alone(optimizer, states), in_files or nullcontext():
+            step()
         self._take_in(optimizer, turn)

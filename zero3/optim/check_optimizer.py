@@ -134,9 +134,8 @@ def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """Yields a line a group, the same on all ranks. What is no plain value is told by its type."""
     for number, group in enumerate(optimizer.param_groups):
         told = []
-        for key in sorted(
-            key for key in group if isinstance(key, str) and key not in ("params", "param_names")
-        ):
+        texts = (key for key in group if isinstance(key, str))
+        for key in sorted(key for key in texts if key not in ("params", "param_names")):
             try:
                 told.append(f"{key}={json.dumps(encode_scalar(group[key], key))}")
             except TypeError:

@@ -66,8 +66,7 @@ def clip_grad_norm_(
     reduce_deferred(chunk.grad for chunk in chunks)
     in_files = gradients_in_files(states)
     filled = list[Tensor]()
-    alone = ignored_in(model, states)
-    ignored = ignored_gradients(states, alone, "clip_grad_norm_")
+    ignored = ignored_gradients(states, ignored_in(model, states), "clip_grad_norm_")
     try:
         norms = norms_in_files(in_files, norm_type)
         filled += (
@@ -86,13 +85,8 @@ def clip_grad_norm_(
     )
     # ranks whose arguments differ are told when they compare their transfers
     limit, strict = float(max_norm), bool(error_if_nonfinite)
-    states[0].log.note(
-        "clipping",
-        f"the gradients to max_norm={limit} of norm {norm_type}{', if it is finite' * strict}",
-        norm_type,
-        limit,
-        strict,
-    )
+    what = f"the gradients to max_norm={limit} of norm {norm_type}{', if it is finite' * strict}"
+    states[0].log.note("clipping", what, norm_type, limit, strict)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they "

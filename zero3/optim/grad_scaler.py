@@ -73,12 +73,8 @@ class GradScaler(torch.amp.GradScaler):
             agreed = torch.maximum(agreed, other.to(agreed.device))
         for state in layers:
             state.log.look()
-            with NamingFailures(
-                state.communicator,
-                "comparing",
-                Subject("whether the gradients are finite"),
-                "GradScaler.step",
-            ):
+            what = Subject("whether the gradients are finite")
+            with NamingFailures(state.communicator, "comparing", what, "GradScaler.step"):
                 state.communicator.all_reduce(agreed, maximum=True)
         return {device: agreed.to(device) for device in [*found, agreed.device]}
 

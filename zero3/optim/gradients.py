@@ -63,9 +63,8 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
         if gradient is not None:
             found[name] = gradient
         elif _lies_elsewhere(sharded) and _has_gradient_elsewhere(state, sharded):
-            found[name] = sharded.chunk.shard.data.new_empty(
-                0, dtype=sharded.chunk.shard.grad_dtype
-            )
+            shard = sharded.chunk.shard
+            found[name] = shard.data.new_empty(0, dtype=shard.grad_dtype)
     return found
 
 
@@ -144,10 +143,9 @@ def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
 
 def _is_present(state: LayerState, sharded: ShardedParameter) -> bool:
     """Whether this rank knows of a gradient. An empty parameter lies on no rank."""
-    empty = not sharded.sites.parameter.numel()
-    return (
-        _has_gradient_elsewhere(state, sharded) if empty else _own_slice(state, sharded) is not None
-    )
+    if not sharded.sites.parameter.numel():
+        return _has_gradient_elsewhere(state, sharded)
+    return _own_slice(state, sharded) is not None
 
 
 def _lies_elsewhere(sharded: ShardedParameter) -> bool:

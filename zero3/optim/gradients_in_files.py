@@ -46,17 +46,13 @@ class GradientInFile(NamedTuple):
 
 
 def gradients_in_files(states: list[LayerState]) -> list[GradientInFile]:
-    parts = (
-        (chunk, chunk.store, part, part.parameter.grad)
+    return [
+        GradientInFile(chunk, chunk.store, part, gradient)
         for state in states
         for chunk in state.chunks
         if isinstance(chunk.store, Files)
         for part in chunk.parts
-    )
-    return [
-        GradientInFile(chunk, store, part, gradient)
-        for chunk, store, part, gradient in parts
-        if gradient is not None and gradient.numel()
+        if (gradient := part.parameter.grad) is not None and gradient.numel()
     ]
 
 

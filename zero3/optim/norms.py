@@ -77,12 +77,8 @@ def parameter_norms(
         if of != "param":
             raise
     named = _named(model, states)  # for any `of`, so that ranks add up equally many
-    values = torch.full(
-        (len(named),),
-        0.0 if error is None else math.nan,
-        dtype=torch.float64,
-        device=states[0].device,
-    )
+    start, device = 0.0 if error is None else math.nan, states[0].device
+    values = torch.full((len(named),), start, dtype=torch.float64, device=device)
     quantized = [state for state in states if any(chunk.read_only for chunk in state.chunks)]
     if quantized:
         agree(communicator, states[0].device, "parameter_norms", [f"of={of!r}"], error)
@@ -108,15 +104,11 @@ def parameter_norms(
     # see clip_grad_norm_
     states[0].log.note("measuring", f"the {of}s' norms {norm_type}", of == "param", norm_type)
     values = values if maximum else values ** (1.0 / norm_type)
-    asked = [
-        of == "param"
-        or (key.chunk.shard if isinstance(key, ShardedParameter) else key).requires_grad
-        for _, key in named
-    ]
     return {
         name: value
-        for (name, _), value, is_asked in zip(named, values, asked, strict=True)
-        if is_asked
+        for (name, key), value in zip(named, values, strict=True)
+        if of == "param"
+        or (key.chunk.shard if isinstance(key, ShardedParameter) else key).requires_grad
     }
 
 
@@ -305,16 +297,11 @@ def gradients_to_measure(
     `ignored_gradients`, which belongs to all ranks, and counts here on a single one.
     """
     if states[0].communicator.world_size > 1:
-        parts = [
-            (chunk, part)
+        found = [
+            in_files.get((chunk, (part.start, part.stop)), part.parameter.grad)
             for state in states
             for chunk in state.chunks
             for part in chunk.parts
-            if part.parameter.grad is not None
-        ]
-        found = [
-            in_files.get((chunk, (part.start, part.stop)), part.parameter.grad)
-            for chunk, part in parts
         ]
         return [gradient.as_subclass(Tensor) for gradient in found if gradient is not None]
     slices: list[Tensor | None] = []

@@ -13,11 +13,10 @@ from ..access import used_together
 from ..comm.agreement import agreeing
 from ..comm.plain_values import integer
 from ..core.layer_state import LayerState, Presence
-from ..core.layout import Slot
 from ..core.parameters import ShardedParameter
 from ..names import named_tensors
 from ..policy import ParamInfo, info_of, shards_gradients
-from .pieces import Choice, divide, parts_of, placeholder
+from .pieces import Choice, Choices, divide, parts_of, placeholder
 from .whole_parameters import Family, families, new_cuts, repartition
 
 __all__: list[str] = []
@@ -89,8 +88,8 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
             )
         answers = _Answers(lines)
         answers.ask(model, states, options)
-    found = families(states, lambda state, slot: answers.order[state, slot.name])
-    repartition(new_cuts(found, lambda state, slot: answers.choices[state, slot.name]))
+    found = families(states, answers.order)
+    repartition(new_cuts(found, answers.choices))
     return _divided(states, found, answers)
 
 
@@ -101,7 +100,7 @@ def _divided(
     for family in found:
         state = family.state
         for chunk in family.chunks:
-            for number, parameter in divide(state, chunk, answers.chooser(state)):
+            for number, parameter in divide(state, chunk, answers.choices):
                 groups[number]["params"].append(parameter)
     cut = [
         chunk.parts[0].parameter
@@ -160,7 +159,7 @@ class _Answers:
 
     lines: list[str]
     groups: list[_Group] = field(default_factory=list)
-    choices: dict[tuple[LayerState, str], Choice] = field(default_factory=dict)
+    choices: Choices = field(default_factory=dict)
     order: dict[tuple[LayerState, str], int] = field(default_factory=dict)
 
     def ask(self, model: nn.Module, states: list[LayerState], options: Options) -> None:
@@ -187,9 +186,6 @@ class _Answers:
                 self.groups.append(_Group(answer, parameter, whole))
             choice = Choice(numbers[spelled], whole, answer.get("align", 0))
             self.choices[state, sharded.sites.name] = choice
-
-    def chooser(self, state: LayerState) -> Callable[[Slot], Choice]:
-        return lambda slot: self.choices[state, slot.name]
 
 
 def named_parameters(
@@ -257,22 +253,15 @@ def _check_experts(name: str, answer: Mapping[str, Any], *, shares: int) -> None
 def _spelled(value: Any, objects: list[Any]) -> str:
     """A text that is the same for equal values on all ranks. Objects are numbered by first use."""
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(
-                f"{key!r}: {_spelled(value[key], objects)}" for key in sorted(value, key=repr)
-            )
-            + "}"
-        )
+        items = (f"{key!r}: {_spelled(value[key], objects)}" for key in sorted(value, key=repr))
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(_spelled(item, objects) for item in value)})"
     if isinstance(value, Tensor):
         return f"tensor({value.tolist()}, {value.dtype})"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
         return repr(value)
-    if not any(value is known for known in objects):
+    number = next((n for n, known in enumerate(objects) if known is value), len(objects))
+    if number == len(objects):
         objects.append(value)
-    return (
-        f"{type(value).__qualname__} "
-        f"#{next(number for number, known in enumerate(objects) if known is value)}"
-    )
+    return f"{type(value).__qualname__} #{number}"

@@ -4,7 +4,7 @@ optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -109,15 +109,16 @@ class Choice(NamedTuple):
         return not self.whole and not self.align
 
 
-def divide(
-    state: LayerState, chunk: Chunk, choice_of: Callable[[Slot], Choice]
-) -> list[tuple[int, nn.Parameter]]:
+Choices = dict[tuple[LayerState, str], Choice]  # by layer and slot
+
+
+def divide(state: LayerState, chunk: Chunk, chosen: Choices) -> list[tuple[int, nn.Parameter]]:
     """Sets the chunk's parts, and returns those that have a group, with the group's number.
 
     Neighbours in one group are one part, unless they are aligned. An empty parameter is a part by
     itself. If all slots of the chunk, on all ranks, are in one group, the only part is the chunk.
     """
-    choices = {slot: choice_of(slot) for slot in chunk.layout.slots}
+    choices = {slot: chosen[state, slot.name] for slot in chunk.layout.slots}
     kinds = set(choices.values())
     left_out = frozenset(slot.name for slot, choice in choices.items() if choice.group is None)
     with torch.inference_mode(False):

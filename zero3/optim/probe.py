@@ -142,10 +142,8 @@ def probe_aligned(
 
 def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[int]) -> str | None:
     """As `probe_flat`, for parameters of `ndims` dimensions, each whole on one of the ranks."""
-    shapes = [tuple((5, 4, 3, 2, 2, 2)[:ndim]) for ndim in ndims] + [
-        tuple((3, 6, 2, 2, 2, 2)[:ndim]) for ndim in ndims
-    ]
-    reference = _spans(shapes)
+    sizes = (5, 4, 3, 2, 2, 2), (3, 6, 2, 2, 2, 2)
+    reference = _spans([each[:ndim] for each in sizes for ndim in ndims])
     spread = [reference[rank::ranks] for rank in range(ranks)]
     return _compare(build, device, reference, spread)
 
@@ -230,9 +228,8 @@ def builder(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Build
             made.mng.index2config = {}  # type: ignore[attr-defined]
         return made
 
-    settings |= _settings(
-        build, own, next((parameter.device for parameter in group["params"]), torch.device("cpu"))
-    )
+    devices = (parameter.device for parameter in group["params"])
+    settings |= _settings(build, own, next(devices, torch.device("cpu")))
     return build
 
 
@@ -259,10 +256,9 @@ def _settings(build: Build, own: dict[str, Any], device: torch.device) -> dict[s
         found = {key for key in found if _picture(vars(another).get(key)) == fresh[key]}
         if found:
             spans = _spans(shapes)
+            problem, parameters = Problem.of(spans[-1][1], device), made.param_groups[0]["params"]
             with trying(device):
-                for _ in _steps(
-                    made, made.param_groups[0]["params"], Problem.of(spans[-1][1], device), spans
-                ):
+                for _ in _steps(made, parameters, problem, spans):
                     pass
         return {key: own[key] for key in found if _picture(vars(made).get(key)) == fresh[key]}
     except Exception:  # of any kind, and whoever tries the optimizer sees it again
@@ -282,12 +278,7 @@ def _picture(value: object) -> object:
 def _pictured(value: Any) -> object:
     if isinstance(value, _PLAIN):
         return type(value), value
-    if (
-        isinstance(value, Tensor)
-        and type(value) is Tensor
-        and value.numel() <= _LONGEST
-        and not value.requires_grad
-    ):
+    if type(value) is Tensor and value.numel() <= _LONGEST and not value.requires_grad:
         return value.dtype, tuple(value.shape), value.tolist()
     if isinstance(value, Mapping):
         return [(key, _pictured(each)) for key, each in value.items()]

@@ -136,28 +136,18 @@ def _families(state: LayerState, wanted: Trains) -> list[Family]:
             len({wanted[state, slot.name] for slot in chunk.layout.slots}) > 1 for chunk in chunks
         ):
             slots = [slot for chunk in chunks for slot in chunk.layout.slots]
-            found.append(
-                Family(
-                    state,
-                    chunks,
-                    slots,
-                    frozenset(slot.name for slot in slots if not wanted[state, slot.name]),
-                )
-            )
+            frozen = frozenset(slot.name for slot in slots if not wanted[state, slot.name])
+            found.append(Family(state, chunks, slots, frozen))
     return found
 
 
 def _layouts(family: Family) -> list[ChunkLayout]:
+    frozen = family.frozen or ()
     kinds = (
-        [slot for slot in family.slots if (slot.name in (family.frozen or ())) == frozen]
-        for frozen in (False, True)
+        [(slot.name, slot.shape) for slot in family.slots if (slot.name in frozen) == stays]
+        for stays in (False, True)
     )
-    return [
-        ChunkLayout.build(
-            [(slot.name, slot.shape) for slot in slots], family.state.communicator.shards
-        )
-        for slots in kinds
-    ]
+    return [ChunkLayout.build(kind, family.state.communicator.shards) for kind in kinds]
 
 
 @torch.no_grad()

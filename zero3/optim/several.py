@@ -203,14 +203,11 @@ class Together:
         self.state: dict[Tensor, dict[str, Any]] = {
             key: state for member in self.members for key, state in member.state.items()
         }
-        self.kinds = [type(member).__name__ for member in self.members for _ in member.param_groups]
+        each = [(m, number) for m in self.members for number in range(len(m.param_groups))]
         # of each group
-        self.owners = [member for member in self.members for _ in member.param_groups]
-        self.labels = [
-            f"group {n} of the {type(m).__name__}"
-            for m in self.members
-            for n in range(len(m.param_groups))
-        ]
+        self.owners = [member for member, _ in each]
+        self.kinds = [type(member).__name__ for member in self.owners]
+        self.labels = [f"group {number} of the {type(m).__name__}" for m, number in each]
         self._owners: dict[Tensor, Any] = {}
         self._blocks: dict[int, dict[str, int]] = {}
         for member in self.members:

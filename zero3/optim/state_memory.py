@@ -46,9 +46,6 @@ def is_stepped_in_turns(parameter: Tensor) -> bool:
 def empty_state(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of the parameter's shape with any values, for loaded state."""
     memory = _memory_of(parameter)
-    found = memory.place(parameter.numel(), dtype) if memory is not None else None
-    return (
-        torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        if found is None
-        else found.view(parameter.shape)
-    )
+    if memory is None or (found := memory.place(parameter.numel(), dtype)) is None:
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+    return found.view(parameter.shape)

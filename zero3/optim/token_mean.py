@@ -200,12 +200,9 @@ def weigh(
     # the tokens, their loss, the tokens of earlier micro-batches, and the number of ranks that know
     # the latter
     counts = torch.zeros(4, dtype=torch.float64, device=states[0].device)
-    counts[0] = (
-        tokens
-        if not isinstance(tokens, Tensor)
-        else torch.where((tokens >= 0) & tokens.isfinite(), tokens.double(), nan)
-    )
-    counts[1] = loss
+    if isinstance(tokens, Tensor):
+        tokens = torch.where((tokens >= 0) & tokens.isfinite(), tokens.double(), nan)
+    counts[0], counts[1] = tokens, loss
     known = _so_far(states, counts.new_zeros(2))
     if isinstance(known, Tensor):
         counts[2:] = known
@@ -264,14 +261,7 @@ def _so_far(states: list[LayerState], nothing: Tensor) -> Tensor | ValueError:
     found = torch.stack([tokens, torch.ones_like(tokens)])
     if any(isinstance(gradient, DeferredGradient) and gradient.zeroed for gradient, _, _ in known):
         return nothing
-    if all(
-        isinstance(gradient, DeferredGradient) or gradient._version == version
-        for gradient, _, version in known
-    ):
+    here = [(g, version) for g, _, version in known if not isinstance(g, DeferredGradient)]
+    if all(gradient._version == version for gradient, version in here):
         return found
-    changed = [
-        gradient.as_subclass(Tensor)
-        for gradient, _, _ in known
-        if not isinstance(gradient, DeferredGradient)
-    ]
-    return found * torch.stack([gradient.any() for gradient in changed]).any()
+    return found * torch.stack([gradient.as_subclass(Tensor).any() for gradient, _ in here]).any()

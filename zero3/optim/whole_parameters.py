@@ -4,9 +4,8 @@ blocks of others' quantised state are those of the uncut parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from ..core.layout import ChunkLayout, Slot
 from ..guards.marks import mark
 from ..policy import dtypes_kept
 from .cuts import aligned, deal, dealt
-from .pieces import Choice, retire
+from .pieces import Choices, retire
 
 __all__: list[str] = []
 
@@ -42,11 +41,11 @@ class Family:
 
 
 def families(
-    states: Sequence[LayerState], place: Callable[[LayerState, Slot], int]
+    states: Sequence[LayerState], places: Mapping[tuple[LayerState, str], int]
 ) -> list[Family]:
     """Returns the families of all layers.
 
-    `place` tells a slot's place in the model. So cuts depend on the model alone, and not on earlier
+    `places` tells slots' places in the model. So cuts depend on the model alone, and not on earlier
     cuts.
     """
     found: dict[tuple[LayerState, object, torch.dtype, torch.dtype], list[Chunk]] = {}
@@ -59,19 +58,18 @@ def families(
     result = []
     for (state, *_), chunks in found.items():
         slots = [slot for chunk in chunks for slot in chunk.layout.slots]
-        result.append(Family(state, chunks, sorted(slots, key=partial(place, state))))
+        slots.sort(key=lambda slot: places[state, slot.name])
+        result.append(Family(state, chunks, slots))
     return result
 
 
-def new_cuts(
-    found: Sequence[Family], choice_of: Callable[[LayerState, Slot], Choice]
-) -> list[tuple[Family, list[ChunkLayout]]]:
+def new_cuts(found: Sequence[Family], choices: Choices) -> list[tuple[Family, list[ChunkLayout]]]:
     """The families whose layouts change, with new ones. Owners are balanced over the model."""
     found = [family for family in found if not family.chunks[0].in_part]  # their cuts stay
     world_size = found[0].state.communicator.shards if found else 1
     if world_size == 1:
         return []  # a single rank has every parameter whole
-    whole = [_dealt(family, choice_of) for family in found]
+    whole = [_dealt(family, choices) for family in found]
     sizes = [slot.numel for slots in whole for slot in slots]
     dealt_to = deal(sizes, world_size)
     owners, loads = iter(dealt_to), [0] * world_size
@@ -80,7 +78,7 @@ def new_cuts(
     wanted = []
     for family, slots in zip(found, whole, strict=True):
         rest = [slot for slot in family.slots if slot not in slots]
-        aligns = [choice_of(family.state, slot).align for slot in rest]
+        aligns = [choices[family.state, slot.name].align for slot in rest]
         layouts = []
         if any(aligns):
             named = zip(rest, aligns, strict=True)
@@ -102,8 +100,8 @@ def new_cuts(
     return wanted
 
 
-def _dealt(family: Family, choice_of: Callable[[LayerState, Slot], Choice]) -> list[Slot]:
-    whole = [slot for slot in family.slots if choice_of(family.state, slot).whole]
+def _dealt(family: Family, choices: Choices) -> list[Slot]:
+    whole = [slot for slot in family.slots if choices[family.state, slot.name].whole]
     total = sum(slot.numel for slot in family.slots)
     rest = total - sum(slot.numel for slot in whole)
     return family.slots if whole and rest * RIDES_ALONG <= total else whole
@@ -124,12 +122,7 @@ def repartition(wanted: Sequence[tuple[Family, list[ChunkLayout]]]) -> None:
     for (family, _), chunks in zip(wanted, made, strict=True):
         family.state.release()  # a layer may be kept fetched for its backward
         _fill(family, chunks)
-    agree(
-        first.communicator,
-        first.device,
-        "the gathering of chunks that are cut anew",
-        [],
-    )
+    agree(first.communicator, first.device, "the gathering of chunks that are cut anew", [])
     for (family, _), chunks in zip(wanted, made, strict=True):
         _exchange(family, chunks)
 

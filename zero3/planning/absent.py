@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.communicator import Bounds, Communicator
 from ..comm.log import Told
-from ..comm.streams import Done, Lanes, Pending
+from ..comm.streams import Done, HostLane, Lanes, Pending
 from ..policy import ShardingPolicy, rests_in
 from .resting import OnPaper
 
@@ -240,7 +240,7 @@ class _PaperLane:
         if self._ranks.lands_at_once and then is not None:
             then()
             then = None
-        return _PaperMark(self._ranks, number, pending, then)
+        return HostLane().complete(_PaperMark(self._ranks, number, pending), then)
 
     def defer(self, begin: Callable[[], Pending]) -> Pending:
         return begin()
@@ -250,18 +250,11 @@ class _PaperLane:
 
 
 class _PaperMark:
-    def __init__(
-        self, ranks: AbsentRanks, number: int, pending: Pending, then: Callable[[], None] | None
-    ) -> None:
-        self._ranks, self._number = ranks, number
-        self._pending: Pending | None = pending
-        self._then = then
+    """A transfer on its lane, which tells when compute waits for it."""
+
+    def __init__(self, ranks: AbsentRanks, number: int, pending: Pending) -> None:
+        self._ranks, self._number, self._pending = ranks, number, pending
 
     def wait(self) -> None:
-        if self._pending is None:
-            return
         self._ranks.tell(Awaited(self._number))
         self._pending.wait()
-        if self._then is not None:
-            self._then()
-        self._pending = self._then = None

@@ -4,8 +4,9 @@ a matrix is decoded, all but a few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,15 +55,12 @@ class Alike:
             made.append(compute(other))
         made.append(compute(last))
         if made[0].requires_grad:  # backward comes from the last to the first
-            made[2].register_hook(self._begins(times))  # type: ignore[no-untyped-call]
-            made[0].register_hook(self._begins(1.0))  # type: ignore[no-untyped-call]
+            made[2].register_hook(partial(self._begin, times))  # type: ignore[no-untyped-call]
+            made[0].register_hook(partial(self._begin, 1.0))  # type: ignore[no-untyped-call]
         return torch.cat(made, -2)
 
-    def _begins(self, times: float) -> Callable[[Tensor], None]:
-        def begins(gradient: Tensor) -> None:
-            self.times = times
-
-        return begins
+    def _begin(self, times: float, gradient: Tensor) -> None:
+        self.times = times
 
 
 class _LeftOut(torch.autograd.Function):

@@ -4,7 +4,6 @@ cheapest change that fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,16 +30,13 @@ def roomier(setup: Setup, trace: Trace, room: int, peak: int) -> ShardingPolicy:
     if trace.offloads:
         here = setup.with_policy(offload=None)
         other = here.trace()
-        if (needed := other.peak(setup.batch, setup.sequence, setup.accumulation)) <= room:
+        if (needed := other.peak(*setup.sizes)) <= room:
             return roomier(here, other, room, needed)
     if setup.shards == 1 or policy.stage != 3 or policy.expert_parallel:
         return policy
     sums = list(accumulate(trace.frozen_buffers))
-    if (
-        sums
-        and sums[-1] > policy.resident_bytes
-        and (kept := _most_resident(setup, sums, room, peak)) is not None
-    ):
+    more = sums and sums[-1] > policy.resident_bytes
+    if more and (kept := _most_resident(setup, sums, room, peak)) is not None:
         policy = replace(policy, resident_bytes=kept)
     # else no room is left
     again = trace.trains_in_layers and policy.resident_bytes >= sum(trace.frozen_buffers)
@@ -66,7 +62,7 @@ def _most_resident(setup: Setup, sums: list[int], room: int, peak: int) -> int |
 
 
 def _peak_in(setup: Setup) -> int:
-    return setup.trace().peak(setup.batch, setup.sequence, setup.accumulation)
+    return setup.trace().peak(*setup.sizes)
 
 
 class Advice(NamedTuple):
@@ -97,9 +93,10 @@ def advised(setup: Setup, room: int, fitting: int, state: int) -> Advice | None:
             break
         if _at_least(level[-1].setup, setup, state) > room:
             continue
-        most = fits(level[-1])
-        if most is not None:
-            return _first(level[:-1], fits) or Advice(level[-1], most)
+        if (most := fits(level[-1])) is not None:
+            peaks = ((change, fits(change)) for change in level[:-1])
+            less = (Advice(change, peak) for change, peak in peaks if peak is not None)
+            return next(less, Advice(level[-1], most))
     return None
 
 
@@ -112,10 +109,3 @@ def _at_least(last: Setup, setup: Setup, state: int) -> int:
     if last.lora != setup.lora:
         return sum(parameter.nbytes for parameter in setup.source.parameters()) // last.shards
     return state * setup.shards // last.shards
-
-
-def _first(level: list[Change], fits: Callable[[Change], int | None]) -> Advice | None:
-    for change in level:
-        if (peak := fits(change)) is not None:
-            return Advice(change, peak)
-    return None

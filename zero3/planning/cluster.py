@@ -151,19 +151,14 @@ def replay(
     now, shards = 0.0, ranks // replicas
     free = {"fetch": 0.0, "backup": 0.0, "replicas": 0.0}  # when each lane is done with what it has
     ends: dict[int, float] = {}
+    together = {"fetch", "backup"} if one_queue else set[str]()
     for event in events:
         if isinstance(event, Work):
             now += cluster.computing(event)
         elif isinstance(event, Issued):
             now += cluster.host_cost * event.nbytes
             among, apart = (replicas, shards) if event.lane == "replicas" else (shards, 1)
-            after = (
-                (event.lane, "backup")
-                if event.lane == "replicas"
-                else ("fetch", "backup")
-                if one_queue
-                else (event.lane,)
-            )
+            after = {event.lane} | ({"backup"} if event.lane == "replicas" else together)
             begin = max(now, *(free[lane] for lane in after))
             free[event.lane] = ends[event.number] = begin + cluster.moving(
                 event.nbytes, among, apart

@@ -44,8 +44,8 @@ class DeviceKernels(TorchFunctionMode):
         self._instead: dict[Any, Callable[..., Any]] = {
             nn.functional.scaled_dot_product_attention: self._attend,
             Tensor.__bool__: _assume,
+            torch._grouped_mm: _multiply_groups,
         }
-        self._instead[torch._grouped_mm] = _multiply_groups
         if on_cuda:
             self._instead[nn.functional.dropout] = _dropout_on_cuda
             self._instead[nn.functional.rms_norm] = _rms_norm_on_cuda
@@ -149,14 +149,9 @@ class _Attention(NamedTuple):
 
 def backward(loss: Tensor) -> None:
     """As `loss.backward()`, which would leave the mode, and recompute checkpoints without it."""
-    torch.autograd.Variable._execution_engine.run_backward(
-        (loss,),
-        (torch.ones_like(loss),),
-        False,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
+    engine, gradient = torch.autograd.Variable._execution_engine, torch.ones_like(loss)
+    engine.run_backward(
+        (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -257,14 +252,10 @@ def _chosen_by_cpu(asked: _Attention) -> tuple[str, str]:
         row = torch.empty(tensor.shape[-1:], dtype=tensor.dtype)
         return row.requires_grad_(tensor.requires_grad).expand(tensor.shape)
 
+    query, key, value = map(like, asked[:3])
+    mask = None if asked.attn_mask is None else like(asked.attn_mask)
     choice = torch._fused_sdp_choice(
-        like(asked.query),
-        like(asked.key),
-        like(asked.value),
-        None if asked.attn_mask is None else like(asked.attn_mask),
-        asked.dropout_p,
-        asked.is_causal,
-        enable_gqa=asked.enable_gqa,
+        query, key, value, mask, asked.dropout_p, asked.is_causal, enable_gqa=asked.enable_gqa
     )
     return (_MATH, "as torch chooses on the CPU") if choice == 0 else (_FLASH, "")
 
@@ -280,12 +271,11 @@ def _chosen_by_cuda(asked: _Attention) -> tuple[str, str]:
     query, key, value, mask = asked[:4]
     half = query.dtype in (torch.float16, torch.bfloat16)
     one_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    fewer = asked.enable_gqa and key.shape[1] != query.shape[1]
     if half and mask is None and one_size and query.shape[-1] <= 256:
         return _FLASH, ""
     name = name_of(query.dtype)
     why = "an attention mask" if mask is not None else "the heads' size" if half else name
-    if fewer:
+    if asked.enable_gqa and key.shape[1] != query.shape[1]:
         return _MATH, f"{why} and grouped heads"
     if query.dtype == torch.float64 or query.shape[-1] % (_ALIGNED if half else _ALIGNED // 2):
         return _MATH, f"{name} and heads of {query.shape[-1]}"

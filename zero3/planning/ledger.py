@@ -64,10 +64,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `unit`: the allocator's, to which each storage is rounded up. `logits`: the size of the
     vocabulary; floating tensors whose last dimension has it are logits. `ran`: called with each
-    operation, its arguments and its result.
+    operation, its arguments and its result. `compute`: makes each operation's result, of the
+    function and its arguments.
     """
 
-    def __init__(self, unit: int, logits: int) -> None:
+    def __init__(self, unit: int, logits: int, compute: Callable[..., Any] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit, self._logits = unit, logits
         self._held: dict[int, _Allocation] = {}  # by the storage's address
@@ -80,15 +81,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._totals: Counter[str] = Counter()
         self.moments: list[Moment] = []
         self._ran: Callable[..., None] = lambda *_: None
-        self._compute: Callable[..., Any] = lambda func, args, kwargs: func(*args, **kwargs)
+        self._compute = compute or (lambda func, args, kwargs: func(*args, **kwargs))
 
     def observed_by(self, ran: Callable[..., None]) -> None:
         """Each operation is told, with its arguments and its result."""
         self._ran = ran
-
-    def computed_by(self, compute: Callable[..., Any]) -> None:
-        """`compute` makes each operation's result, of the function and its arguments."""
-        self._compute = compute
 
     def begin_anew(self) -> None:
         """Forgets the moments, not what is held."""
@@ -103,11 +100,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         # (Fused optimizers work in place. Not all of their kernels know the meta device.)
-        result = (
-            None
-            if func.__name__.startswith("_fused_") and "_." in func.__name__
-            else self._compute(func, args, kwargs or {})
-        )
+        in_place = func.__name__.startswith("_fused_") and "_." in func.__name__
+        result = None if in_place else self._compute(func, args, kwargs or {})
         self._clock += 1
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -188,18 +182,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _move(self, held: _Allocation, cause: str) -> None:
         """What a storage is for may be known later: the moment's peak learns it too."""
-        if ELSEWHERE in (cause, held.cause):
-            self._count(held.cause, -held.nbytes)
+        before, held.cause = held.cause, cause
+        if ELSEWHERE in (cause, before):
+            self._count(before, -held.nbytes)
             self._count(cause, held.nbytes)
-            held.cause = cause
             return
         counts = [self._totals]
         if self.moments and held.born <= self.moments[-1].at:
             counts.append(self.moments[-1].by_cause)
         for count in counts:
-            count[held.cause] -= held.nbytes
+            count[before] -= held.nbytes
             count[cause] += held.nbytes
-        held.cause = cause
 
     def _forget(self, address: int) -> None:
         held = self._held.pop(address)

@@ -145,21 +145,16 @@ def _more_room(setup: Setup) -> list[Change]:
     for replicas in range(setup.replicas - 1, 0, -1):
         if setup.ranks % replicas == 0:
             shards = setup.ranks // replicas
-            found.append(
-                Change(("--mesh", f"{replicas}x{shards}"), setup.but(mesh=(replicas, shards)))
-            )
+            fewer = setup.but(mesh=(replicas, shards))
+            found.append(Change(("--mesh", f"{replicas}x{shards}"), fewer))
     if setup.device == "cuda" and setup.policy.offload is None:
         options, fewest = found[-1]
         found.append(Change((*options, "--offload", "cpu"), fewest.with_policy(offload="cpu")))
     for ranks in [setup.ranks << doublings for doublings in range(1, 6)]:
         options = () if setup.mesh is None else ("--mesh", f"1x{ranks}")
         if ranks <= MANY_RANKS:
-            found.append(
-                Change(
-                    ("--ranks", str(ranks), *options),
-                    setup.but(ranks=ranks, mesh=setup.mesh and (1, ranks)),
-                )
-            )
+            more = setup.but(ranks=ranks, mesh=setup.mesh and (1, ranks))
+            found.append(Change(("--ranks", str(ranks), *options), more))
     return found
 
 

@@ -212,11 +212,8 @@ def tile_blocks(model: nn.Module, length: int, join: Callable[..., Tensor]) -> N
     Raises:
         ValueError: They have none of the names that are known.
     """
-    found = [
-        module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in ("mlp", "feed_forward", "ffn")
-    ]
+    known = ("mlp", "feed_forward", "ffn")
+    found = [each for name, each in model.named_modules() if name.rpartition(".")[2] in known]
     if not found:
         raise ValueError(
             f"tile={length}: no module of {type(model).__name__} is named mlp, feed_forward or ffn"

@@ -27,11 +27,8 @@ def check_target(path: str | PathLike[str]) -> None:
     """
     if find_spec("matplotlib") is None:
         raise RuntimeError("a picture of a plan needs matplotlib: pip install matplotlib")
-    file, known = (
-        Path(path),
-        import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes(),
-    )
-    if file.suffix[1:].lower() not in known:
+    file, canvas = Path(path), import_module("matplotlib.figure").Figure().canvas
+    if file.suffix[1:].lower() not in (known := canvas.get_supported_filetypes()):
         raise ValueError(
             f"a picture's file must end in one of {', '.join(f'.{suffix}' for suffix in known)}, "
             f"found {str(path)!r}"
@@ -56,23 +53,12 @@ def draw(moments: Sequence[Moment], memory: int | None, path: str | PathLike[str
     for cause, color in zip(CAUSES, _COLORS, strict=True):
         heights = [moment.by_cause[cause] / 2**30 for moment in moments]
         if any(heights):
-            axes.bar(
-                places,
-                heights,
-                width=1.0,
-                bottom=bottoms,
-                color=color,
-                label=cause.replace("_", " "),
-            )
+            label = cause.replace("_", " ")
+            axes.bar(places, heights, width=1.0, bottom=bottoms, color=color, label=label)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     highest = max(places, key=lambda place: moments[place].peak)
-    axes.annotate(
-        f"{moments[highest].peak / 2**30:.2f} GiB",
-        (highest, bottoms[highest]),
-        ha="center",
-        va="bottom",
-        fontsize=8,
-    )
+    peak, top = f"{moments[highest].peak / 2**30:.2f} GiB", (highest, bottoms[highest])
+    axes.annotate(peak, top, ha="center", va="bottom", fontsize=8)
     if memory is not None:
         axes.axhline(memory / 2**30, color="black", linestyle="--", linewidth=1, label="memory")
     shown = list(places)[:: max(1, -(-len(moments) // _LABELS))]

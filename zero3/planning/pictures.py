@@ -99,8 +99,7 @@ def pictures_for(model: nn.Module, count: int, side: int | None) -> Pictures | N
     said = ""
     side = side or _side(config)
     accepted = frozenset(inspect.signature(model.forward).parameters)
-    with Ledger(1, 0) as ledger, DeviceKernels("cpu"), torch.no_grad():
-        ledger.computed_by(with_values)
+    with Ledger(1, 0, with_values), DeviceKernels("cpu"), torch.no_grad():
         forms = () if mark < 0 or features is None else _forms(model, count, side, 1)
         for form, pictures in enumerate(forms):
             try:
@@ -145,8 +144,8 @@ def _forms(model: nn.Module, count: int, side: int, rows: int) -> Iterator[Input
     yield {"pixel_values": whole, "image_sizes": sizes}
     home = vars(sys.modules[type(model).__module__])
     if (ask := home.get("image_size_to_num_patches")) is not None:
-        crops = ask([side, side], config.image_grid_pinpoints, _side(config))
         of = _side(config)
+        crops = ask([side, side], config.image_grid_pinpoints, of)
         yield {"pixel_values": torch.ones(count, crops, 3, of, of), "image_sizes": sizes}
     each = -(-count // rows)
     there = torch.arange(rows * each).view(rows, each, 1, 1, 1) < count  # what is all zeros is none

@@ -132,7 +132,7 @@ def plan(
 
 def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_meant: str) -> Plan:
     trace = setup.trace()
-    moments = trace.measure(setup.batch, setup.sequence, setup.accumulation)
+    moments = trace.measure(*setup.sizes)
     peak, by_cause = peak_of(moments)
     offloaded = trace.ledger.most_elsewhere
     after_forward = trace.after_forward
@@ -146,7 +146,7 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
     fits = batch = sequence = advised_bytes = None
     advice: tuple[str, ...] = ()
     policy = setup.policy
-    most = trace.peak(setup.batch, setup.sequence, setup.accumulation)
+    most = trace.peak(*setup.sizes)
     least, unknown = setup.unknown(peak)
     if memory is not None:
         room = setup.room(memory)
@@ -156,16 +156,11 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
         if fits:
             policy = roomier(setup, trace, room, most)
         else:
-            state = (
-                int(by_cause["chunks"] * (1 + trace.trainable / trace.parameters))
-                + by_cause["optimizer"]
-            )
+            with_gradients = by_cause["chunks"] * (1 + trace.trainable / trace.parameters)
+            state = int(with_gradients) + by_cause["optimizer"]
             if (found := advised(setup, room, batch, state)) is not None:
-                advice, advised_bytes, policy = (
-                    found.change.options,
-                    found.peak,
-                    found.change.setup.policy,
-                )
+                advice, advised_bytes = found.change.options, found.peak
+                policy = found.change.setup.policy
     return Plan(
         peak_bytes=peak, by_cause=by_cause, unknown=(least, unknown + most - peak),
         where=highest.name,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.gradient_types import reduce_deferred
-from ..offload.one_by_one import narrowed, step_of
+from ..offload.one_by_one import each_alone, step_of
 from ..optim.several import held_by
 from ..scratch.regions import pinned_nbytes
 from .ledger import ELSEWHERE, Ledger
@@ -32,12 +32,10 @@ class OnPaper:
         self.name = "files" if in_files else "host memory"
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
         with self._resting():
-            if self.far and not self._in_files:
-                return torch.empty(
-                    self.taken(numel * dtype.itemsize), dtype=torch.uint8, device="meta"
-                )[: numel * dtype.itemsize].view(dtype)
-            return torch.empty(numel, dtype=dtype, device="meta")
+            memory = torch.empty(self.taken(nbytes), dtype=torch.uint8, device="meta")
+        return memory[:nbytes].view(dtype)
 
     to_copy_into = allocate
 
@@ -51,7 +49,7 @@ class OnPaper:
         """What comes from a file passes through pinned memory."""
         if into is None or not into.numel():
             return into if into is not None else values
-        passed = self.allocate(values.numel(), values.dtype) if self._in_files else values.detach()
+        passed = self.another(values) if self._in_files else values.detach()
         return into.copy_(passed)
 
     def go_on(self, *_: object, **__: object) -> None:
@@ -61,11 +59,7 @@ class OnPaper:
     reserve = bring = rest = read_ahead = write = soon = go_on
 
     def keep(self, gradient: Tensor) -> Tensor:
-        return (
-            self.allocate(gradient.numel(), gradient.dtype).copy_(gradient)
-            if self._in_files
-            else gradient
-        )
+        return self.another(gradient).copy_(gradient) if self._in_files else gradient
 
     def is_away(self, tensor: Tensor) -> bool:
         return False
@@ -79,12 +73,8 @@ def step_by_turns(optimizer: torch.optim.Optimizer, ledger: Ledger, *, far: bool
     in no plan.)
     """
     reduce_deferred(parameter.grad for parameter in held_by(optimizer))
-    own = step_of(type(optimizer))
-    with ledger.because(ELSEWHERE if far else "optimizer"), narrowed(optimizer) as narrow:
-        for group in list(optimizer.param_groups):
-            for parameter in list(group["params"]):
-                narrow([(group, [parameter])])
-                own(optimizer)
+    with ledger.because(ELSEWHERE if far else "optimizer"):
+        each_alone(optimizer, step_of(type(optimizer)))
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.ndim:

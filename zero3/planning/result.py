@@ -151,23 +151,17 @@ class Plan:
         """
         if isinstance(policies, ShardingPolicy):
             raise TypeError("policies must be several, such as a list, found one ShardingPolicy")
+
+        def order(each: Comparison) -> tuple[bool, bool, float, int]:
+            return each.fits is False, each.seconds is None, each.seconds or 0.0, each.peak_bytes
+
         with self.setup.tell.until_over():
-            found = [self._with(policy) for policy in policies]
-        return sorted(
-            found,
-            key=lambda each: (
-                each.fits is False,
-                each.seconds is None,
-                each.seconds or 0.0,
-                each.peak_bytes,
-            ),
-        )
+            return sorted(map(self._with, policies), key=order)
 
     def _with(self, policy: ShardingPolicy) -> Comparison:
         setup = self.setup.but(policy=policy)
         trace = setup.trace()
-        sizes = setup.batch, setup.sequence, setup.accumulation
-        peak, most = peak_of(trace.measure(*sizes))[0], trace.peak(*sizes)
+        peak, most = peak_of(trace.measure(*setup.sizes))[0], trace.peak(*setup.sizes)
         seconds = None if self.cluster is None else setup.seconds(trace, self.cluster)
         fits = None if self.memory is None else most + setup.unknown(most)[1] <= self.memory
         return Comparison(policy, peak, seconds, fits)
@@ -203,10 +197,7 @@ class Plan:
         has = [state.policy for state in states_of(model)]
         if not _is_one_of(setup.policy, has) and _is_one_of(self.policy, has):
             trace = setup.but(policy=self.policy).trace()
-            peak, after_forward = (
-                trace.peak(setup.batch, setup.sequence, setup.accumulation),
-                trace.after_forward,
-            )
+            peak, after_forward = trace.peak(*setup.sizes), trace.after_forward
         Watch(model, peak, after_forward, setup.accumulation)
 
     def draw(self, path: str | PathLike[str]) -> None:

@@ -195,6 +195,11 @@ class Setup:
         return number
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Those of a step, as a trace takes them."""
+        return self.batch, self.sequence, self.accumulation
+
+    @property
     def replicas(self) -> int:
         """How many ranks hold the same chunk."""
         return 1 if self.mesh is None else self.mesh[0]
@@ -221,11 +226,9 @@ class Setup:
         checkpoints = ", checkpointing" if self.checkpointing else ""
         adapters = "" if self.lora is None else ", adapters"
         self.tell(f"{self.ranks} ranks{checkpoints}{adapters}, {self.policy!r}")
+        model = on_paper(self.source)
         model = prepare(
-            on_paper(self.source),
-            lora=self.lora,
-            checkpointing=self.checkpointing,
-            dtype=self.master_dtype,
+            model, lora=self.lora, checkpointing=self.checkpointing, dtype=self.master_dtype
         )
         alike = Alike()
         if self.tile is not None:
@@ -264,15 +267,11 @@ class Setup:
             return None
         parts = trace.micro_batches(self.batch, self.sequence, min(self.accumulation, STEADY))
 
+        one_queue = not self.policy.separate_backup_group
+
         def seconds(accumulation: int) -> float:
-            one_queue = not self.policy.separate_backup_group
-            return replay(
-                repeated(parts, accumulation),
-                cluster,
-                self.ranks,
-                replicas=self.replicas,
-                one_queue=one_queue,
-            )
+            events = repeated(parts, accumulation)
+            return replay(events, cluster, self.ranks, replicas=self.replicas, one_queue=one_queue)
 
         few = min(self.accumulation, _REPLAYED)
         more = self.accumulation - few
@@ -293,11 +292,9 @@ class Setup:
 
     def room(self, memory: int) -> int:
         """The highest peak that fits into `memory`."""
-        return (
-            int((memory - self.unknown(0)[1]) / (1 + _FRAGMENTED[1]))
-            if self.device == "cuda"
-            else memory
-        )
+        if self.device == "cpu":
+            return memory
+        return int((memory - self.unknown(0)[1]) / (1 + _FRAGMENTED[1]))
 
     def but(self, **changes: Any) -> Setup:
         """The same with other choices."""

@@ -5,7 +5,6 @@ are not there.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -50,11 +49,6 @@ def _ignore(*_: object) -> None:
     return None
 
 
-def _nothing(record: logging.LogRecord) -> bool:
-    """What the log says of a model that is sharded is for those who train it: plans shard many."""
-    return False
-
-
 class Trace:
     """A sharded model without values, and its optimizer, on rank `rank` of `ranks`. `replicas`: so
     many of them hold the same chunk. `parts`: so many hold parts of the same sequences.
@@ -83,9 +77,8 @@ class Trace:
         each step.
         """
         self.kernels = DeviceKernels(device)
-        self.ledger = Ledger(ALLOCATION if device == "cuda" else 1, vocabulary_of(model))
-        if has_values:
-            self.ledger.computed_by(with_values)
+        unit, compute = ALLOCATION if device == "cuda" else 1, with_values if has_values else None
+        self.ledger = Ledger(unit, vocabulary_of(model), compute)
         kind = AbsentRanks if parts == 1 else partial(SharingRanks, parts=parts)
         self.ranks = kind(ranks, pieces=device == "cpu", rank=rank, replicas=replicas)
         self.ranks.count_as(
@@ -96,7 +89,9 @@ class Trace:
         self.trainable = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        with self.ledger, self.kernels, self.ledger.because("chunks"), logging_only(_nothing):
+        # what the log says of a model that is sharded is for those who train it: plans shard many
+        silent = logging_only(lambda record: False)
+        with self.ledger, self.kernels, self.ledger.because("chunks"), silent:
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
@@ -125,15 +120,16 @@ class Trace:
 
     def _read_codes(self, states: Sequence[LayerState], device: str) -> None:
         """A GPU takes a kernel, a CPU one slice after another, of which the first will do."""
-        codecs = _codecs_in(states)
-        for codec in codecs:
+        weights = (weight_of(each.sites) for state in states for each in state.parameters)
+        codecs: dict[int, Any] = {id(e.codec): e.codec for e in weights if e is not None}
+        for codec in codecs.values():
             codec.choose_slices(self._alike.first)
         if device != "cuda":
             return
         wires = [chunk.wire for state in states for chunk in state.chunks]
         stages = [stage for account in accounts_of(states) for stage in account.flow.stages]
         coded = [e for e in (*wires, *stages) if isinstance(e, Coded | CodedReduceScatter)]
-        for user in (*codecs, *(each.rows for each in coded)):
+        for user in (*codecs.values(), *(each.rows for each in coded)):
             user.use(FusedOnMeta())
 
     @property
@@ -310,10 +306,8 @@ class _Observer:
             if sharded.chunk.shard.requires_grad:
                 with as_plain_tensors():
                     # the hook is called before autograd's gradient is taken
-                    sharded.sites.parameter.register_hook(self._came)  # type: ignore[no-untyped-call]
-
-    def _came(self, gradient: Tensor) -> None:
-        self._ledger.note(gradient, "gradients")
+                    note = partial(self._ledger.note, cause="gradients")
+                    sharded.sites.parameter.register_hook(note)  # type: ignore[no-untyped-call]
 
     def conduct(self, what: Collective, perform: Callable[[], Any]) -> Any:
         self._tell(what)
@@ -378,11 +372,6 @@ def _naming(optimizer: object) -> Iterator[None]:
         ) from error
 
 
-def _codecs_in(states: Iterable[LayerState]) -> Iterable[Any]:
-    weights = (weight_of(each.sites) for state in states for each in state.parameters)
-    return {id(weight.codec): weight.codec for weight in weights if weight is not None}.values()
-
-
 def _name_of(state: LayerState) -> str:
     return state.label.split("'")[1] if "'" in state.label else "the root"
 
@@ -397,11 +386,9 @@ def repeated(parts: list[list[Any]], accumulation: int) -> list[Any]:
     count = sum(isinstance(event, Issued) for event in steady)
 
     def later(event: Any, times: int) -> Any:
-        return (
-            replace(event, number=event.number + times * count)
-            if isinstance(event, Issued | Awaited)
-            else event
-        )
+        if not isinstance(event, Issued | Awaited):
+            return event
+        return replace(event, number=event.number + times * count)
 
     found = list(first)
     for times in range(accumulation - 2):

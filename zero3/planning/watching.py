@@ -37,22 +37,11 @@ class Counter(Protocol):
     def forget_peak(self) -> None: ...
 
 
+_MAPPED, _USED = 4, 7  # of these ten
+
+
 class _Mallinfo(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "free",
-            "fast",
-            "maps",
-            "mapped",
-            "highest",
-            "fast_bytes",
-            "used",
-            "free_bytes",
-            "top",
-        )
-    )
+    _fields_ = (("bytes", ctypes.c_size_t * 10),)
 
 
 class Heap:
@@ -76,8 +65,8 @@ class Heap:
     def now(self) -> int:
         if self._ask is None:
             return 0
-        told = self._ask()
-        return int(told.used + told.mapped)
+        told = self._ask().bytes
+        return int(told[_USED] + told[_MAPPED])
 
     peak = now
 

@@ -34,12 +34,9 @@ class Work(NamedTuple):
         """The same, so many times."""
         if count == 1:
             return self
-        return Work(
-            round(count * self.flops),
-            round(count * self.nbytes),
-            self.narrow,
-            round(count * self.kernels),
-        )
+        numbers = (self.flops, self.nbytes, self.kernels)
+        flops, nbytes, kernels = (round(count * each) for each in numbers)
+        return Work(flops, nbytes, self.narrow, kernels)
 
 
 def work_of(func: Any, args: Sequence[Any], result: Any) -> Work | None:

@@ -285,12 +285,8 @@ class Int8Codec(BlockCodec):
         return self.blocked(values).abs().amax(1) / INT8_MAX
 
     def encode(self, values: Tensor, shape: Shape, start: int, statistics: Tensor) -> Tensor:
-        codes = (
-            _quotients(self.blocked(values), statistics[:, None])
-            .round_()
-            .clamp_(-INT8_MAX, INT8_MAX)
-            .to(torch.int8)
-        )
+        quotients = _quotients(self.blocked(values), statistics[:, None]).round_()
+        codes = quotients.clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
         return codes.view(-1)[: values.numel()]
 
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
@@ -491,11 +487,8 @@ class DoubleNF4Codec(NF4Codec):
         # A scale is first rounded to one of many points, so that what is nearest to it is looked up
         # and not searched for.
         points = torch.arange(_POINTS + 1) * 2 / _POINTS - 1
-        self._nearest = (
-            torch.bucketize(points, (values[1:] + values[:-1]) / 2, out_int32=True)
-            .to(torch.uint8)
-            .to(device)
-        )
+        nearest = torch.bucketize(points, (values[1:] + values[:-1]) / 2, out_int32=True)
+        self._nearest = nearest.to(torch.uint8).to(device)
         self._dynamic = values.to(device)
         self._pairs = self._pairs._replace(scales=self._dynamic)
 
@@ -649,11 +642,8 @@ class MXFP4Codec(BlockCodec):
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         first = start // self.block_size
         scales = quantized.scales[first : first - (-out.numel() // self.block_size)]
-        self.scaled(
-            self._table.read(quantized.codes, start, out.numel()),
-            self._powers.index_select(0, scales.int()),
-            out,
-        )
+        values = self._table.read(quantized.codes, start, out.numel())
+        self.scaled(values, self._powers.index_select(0, scales.int()), out)
 
 
 class TransposedMXFP4Codec(MXFP4Codec):
@@ -675,11 +665,8 @@ class TransposedMXFP4Codec(MXFP4Codec):
             return super().dequantize(quantized, dtype, matrix)
         count, columns, rows = quantized.shape  # of what is stored
         numbers = range(count) if matrix is None else (matrix,)
-        out = torch.empty(
-            quantized.shape if matrix is None else quantized.shape[1:],
-            dtype=dtype,
-            device=quantized.codes.device,
-        )
+        shape = quantized.shape if matrix is None else quantized.shape[1:]
+        out = torch.empty(shape, dtype=dtype, device=quantized.codes.device)
         step = max(1, SLICE_NUMEL // max(1, columns))
         for number, target in zip(numbers, out.view(len(numbers), columns, rows), strict=True):
             for row in range(0, rows, step):

@@ -117,18 +117,6 @@ class Format(ABC):
         """The bytes `raw` `[nbytes]` as a quantised tensor, without a copy."""
         return seen_as(raw, shape, self.sections(shape))
 
-    def store(self, quantized: QuantizedTensor, raw: Tensor) -> None:
-        """Copies a quantised tensor into the bytes `raw` `[nbytes]`. What lies between its sections
-        is 0.
-        """
-        raw.zero_()
-        for place, section in zip(
-            self.seen(raw, quantized.shape).sections.values(),
-            quantized.sections.values(),
-            strict=True,
-        ):
-            place.copy_(section)
-
     def quantize(self, tensor: Tensor) -> QuantizedTensor:
         """Quantises a tensor.
 

@@ -77,18 +77,10 @@ class Row:
             self.kernels.encode(values, stored.codes, stored.scales, self._size, noisy)
             return
         for values in _at_once(pieces, work.numel):
-            for low, count, size in self._blocks(start, values.numel()):
-                place = slice(low, low + count * size)
-                blocks = slice(low // self._size, low // self._size + count)
-                part = values[low - start : low - start + count * size].view(count, size)
-                noise = work.noise(low, key, count, size)
-                encode_blocks(
-                    part,
-                    stored.codes[place].view(count, size),
-                    stored.scales[blocks],
-                    work.values,
-                    noise,
-                )
+            for place, blocks, shape in self._blocks(start, values.numel()):
+                part = values[place.start - start : place.stop - start].view(shape)
+                codes, noise = stored.codes[place].view(shape), work.noise(place.start, key, *shape)
+                encode_blocks(part, codes, stored.scales[blocks], work.values, noise)
             start += values.numel()
 
     def decode(self, raw: Tensor, out: Tensor, work: Workspace, *, add: bool = False) -> None:
@@ -100,23 +92,22 @@ class Row:
             self.kernels.decode(stored.codes, stored.scales, out, self._size, add=add)
             return
         for start in range(0, self.numel, work.numel or 1):
-            for low, count, size in self._blocks(start, min(work.numel, self.numel - start)):
-                place = slice(low, low + count * size)
-                blocks = slice(low // self._size, low // self._size + count)
-                codes = stored.codes[place].view(count, size)
-                decode_blocks(
-                    codes, stored.scales[blocks], out[place].view(count, size), work.values, add=add
-                )
+            many = min(work.numel, self.numel - start)
+            for place, blocks, shape in self._blocks(start, many):
+                codes, scales = stored.codes[place].view(shape), stored.scales[blocks]
+                decode_blocks(codes, scales, out[place].view(shape), work.values, add=add)
 
-    def _blocks(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """The blocks of the elements from `start` on, as (start, count, size): all whole ones
-        together, and a short one.
+    def _blocks(self, start: int, numel: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+        """The blocks of the elements from `start` on, as (elements, numbers of blocks, (count,
+        size)): all whole ones together, and a short one.
         """
         count, rest = divmod(numel, self._size)
+        first, border = start // self._size, start + numel - rest
         if count:
-            yield start, count, self._size
+            yield slice(start, border), slice(first, first + count), (count, self._size)
         if rest:
-            yield start + numel - rest, 1, rest
+            last = first + count
+            yield slice(border, start + numel), slice(last, last + 1), (1, rest)
 
 
 class Rows:
@@ -199,12 +190,7 @@ def _alike(kernels: Kernels, kind: Format, device: torch.device) -> bool:
     size = block_size(kind)
     for numel in (3 * size + 5, 16 * size):
         values = torch.linspace(-4, 4, numel, device=device).pow(7)
-        if any(
-            not one.equal(other)
-            for one, other in zip(
-                _made(None, kind, values), _made(kernels, kind, values), strict=True
-            )
-        ):
+        if not all(map(torch.equal, _made(None, kind, values), _made(kernels, kind, values))):
             return False
     return True
 

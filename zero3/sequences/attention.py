@@ -132,7 +132,7 @@ class _Exchanging:
         run = run or sys.modules[type(module).__module__].eager_attention_forward
         parts = parts_of(module)
         if parts is None or not parts.active:
-            return run(_AttentionNamed(module, self._name), query, key, value, attention_mask, **kw)
+            return run(self._shown(module), query, key, value, attention_mask, **kw)
         if not parts.depth and not inside_backward():
             raise RuntimeError(
                 f"an attention of {type(module).__name__} was called outside of a forward of the "
@@ -143,36 +143,31 @@ class _Exchanging:
             kw["position_ids"] = measured.positions
 
         def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            stand_in = _AttentionNamed(module, self._name)
-            stand_in.num_key_value_groups = q.shape[1] // k.shape[1]
-            found: Tensor = run(stand_in, q, k, v, attention_mask, **kw)[0]
+            shown = self._shown(module, num_key_value_groups=q.shape[1] // k.shape[1])
+            found: Tensor = run(shown, q, k, v, attention_mask, **kw)[0]
             return found.transpose(1, 2)
 
         back = parts.attend(whole, query, key, value, module)
         return back.transpose(1, 2).contiguous(), None
 
-
-class _AttentionNamed:
-    """An attention module, whose configuration names its attention as before; some look for that.
-    It may have another number of query heads to a key head, which holds on this rank.
-    """
-
-    num_key_value_groups: int
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        return _Config(found, self._name) if name == "config" else found
+    def _shown(self, module: Any, **own: Any) -> Any:
+        """An attention module, whose configuration names its attention as before; some look for
+        that. `own`: what holds on this rank alone.
+        """
+        if hasattr(module, "config"):
+            own["config"] = _With(module.config, _attn_implementation=self._name)
+        return _With(module, **own)
 
 
-class _Config:
-    def __init__(self, config: Any, name: str) -> None:
-        self._config, self._attn_implementation = config, name
+class _With:
+    """An object with some attributes that it does not have."""
+
+    def __init__(self, given: object, **own: Any) -> None:
+        self._given = given
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(self._given, name)
 
 
 class _Mask:

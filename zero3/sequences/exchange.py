@@ -128,13 +128,12 @@ class Exchange:
                 pieces, like, self.heads, self.widths, strict=True
             ):
                 there = self.way is Direction.THERE
-                shape = (
-                    of.batch,
-                    len(heads[of.index if there else rank]),
-                    of.lengths[rank] if there else of.part,
-                    tensor.shape[3],
+                count = len(heads[of.index if there else rank])
+                length = of.lengths[rank] if there else of.part
+                shape, size = (
+                    (of.batch, count, length, tensor.shape[3]),
+                    of.batch * count * length * width,
                 )
-                size = shape[0] * shape[1] * shape[2] * width
                 into.append(own[at : at + size].view(tensor.dtype).view(shape))
                 at += size
         if self.way is Direction.THERE:

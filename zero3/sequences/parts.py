@@ -284,9 +284,7 @@ class Parts:
     def _complete(self, told: list[tuple[int, int, int, int]], call: Beginning) -> Measured:
         lengths, batch = tuple(note[1] for note in told), max(note[0] for note in told)
         has = max(note[2] for note in told)
-        found = dict[str, Tensor]()
-        if has:
-            found = self._gather(batch, lengths, has, call)
+        found = self._gather(batch, lengths, has, call) if has else {}
         positions, mask = found.get("positions"), found.get("mask")
         packed = None if positions is None or mask is not None else _numbered(positions)
         self.present = Measured(batch, lengths, self._index, positions, mask, packed)
@@ -303,11 +301,8 @@ class Parts:
         for row, name in zip(own, names, strict=True):
             if (values := getattr(call, name)) is not None:
                 row[:, : values.shape[1]] = values
-        full = own.new_empty(self.size * own.numel())
-        with self._measuring:
-            self.group.all_gather(full, own.view(-1)).wait()
-        by_rank = full.view(self.size, len(names), batch, longest)
-        whole = torch.cat([by_rank[i, :, :, :length] for i, length in enumerate(lengths)], 2)
+        by_rank = zip(self._everyones(own), lengths, strict=True)
+        whole = torch.cat([values[:, :, :length] for values, length in by_rank], 2)
         found = dict(zip(names, whole, strict=True))
         return {name: each.bool() if name == "mask" else each for name, each in found.items()}
 

@@ -125,11 +125,6 @@ def _compare(parts: Parts, batch: Mapping[str, Any], error: Exception | None) ->
             digest.update(f"{key} {list(value.shape)} {value.dtype}".encode())
             flat = value.detach().cpu().contiguous().view(-1)
             digest.update(flat.view(torch.uint8).numpy().tobytes())
-    agree(
-        parts.group,
-        root.device,
-        "the batch given to split_sequence by ranks that share sequences (sp)",
-        [f"a batch of {digest.hexdigest()[:16]}"],
-        error,
-        caller="zero3.split_sequence",
-    )
+    what = "the batch given to split_sequence by ranks that share sequences (sp)"
+    lines = [f"a batch of {digest.hexdigest()[:16]}"]
+    agree(parts.group, root.device, what, lines, error, caller="zero3.split_sequence")

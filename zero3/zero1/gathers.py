@@ -11,7 +11,7 @@ from torch import Tensor
 from ..comm.errors import NamingFailures
 from ..comm.factory import give_memory_back, shares_memory
 from ..comm.streams import Pending
-from .division import Bucket, Packing, Share, Spread, flat, is_gapless, packed
+from .division import Bucket, Packing, Share, Spread, packed
 from .ranks import Ranks
 
 __all__: list[str] = []
@@ -51,12 +51,9 @@ class Gathers:
         for spread in spreads:
             parameter = spread.parameter.detach()
             if spread.whole and parameter.numel():
-                owner, gapless = spread.shares[0].index, is_gapless(parameter)
-                values = flat(parameter) if gapless else parameter.contiguous()
+                owner = spread.shares[0].index
                 what = f"{spread.name} of ZeroRedundancyOptimizer, which rank {owner} has updated,"
-                self._ranks.broadcast(values, owner, "broadcasting", what)
-                if not gapless:
-                    parameter.copy_(values)
+                self._ranks.broadcast(parameter, owner, "broadcasting", what)
 
     def finish(self) -> None:
         """Waits for what `start` began, and gives back the shared memory until the next step."""
@@ -96,12 +93,8 @@ class Gathers:
 
     def _gather_copies(self, buckets: Sequence[Bucket]) -> None:
         (device, dtype), own = buckets[0].kind, self._ranks.index
-        runs = torch.empty(
-            self._ranks.count,
-            sum(bucket.layout.shard_numel for bucket in buckets),
-            dtype=dtype,
-            device=device,
-        )
+        length = sum(bucket.layout.shard_numel for bucket in buckets)
+        runs = torch.empty(self._ranks.count, length, dtype=dtype, device=device)
         for spread, share, place in _along(buckets, own):
             runs[own, place].copy_(spread.flat[share.start : share.stop])
         what = buckets[0].name if len(buckets) == 1 else f"{buckets[0].name}, and what follows,"

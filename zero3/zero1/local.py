@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -74,16 +75,8 @@ class LocalOptimizers:
         name = getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
         first = group["params"][0]
         ndims = sorted({parameter.ndim for parameter in group["params"]})
-        made = self.make(
-            [
-                {
-                    **options_of(group),
-                    "params": [
-                        torch.zeros((1,) * first.ndim, dtype=first.dtype, device=first.device)
-                    ],
-                }
-            ]
-        )
+        small = torch.zeros((1,) * first.ndim, dtype=first.dtype, device=first.device)
+        made = self.make([{**options_of(group), "params": [small]}])
         if not isinstance(made, Optimizer):
             raise ValueError(
                 f"optimizer_class must make a torch.optim.Optimizer, found a {type(made).__name__}"
@@ -91,9 +84,7 @@ class LocalOptimizers:
         plain = builder(made, made.param_groups[0])
         # steps inside a backward get no keywords
         again = keywords is None and _takes_keywords(made) and not self._one_by_one
-
-        def as_stepped(parameters: list[nn.Parameter]) -> Any:
-            return _AsStepped(plain, parameters, keywords or {}, alone=False)
+        as_stepped: Any = partial(_AsStepped, plain, keywords=keywords or {}, alone=False)
 
         def then_alone(parameters: list[nn.Parameter]) -> Any:
             """The first one, to which the others are compared, steps all parameters together."""

@@ -105,12 +105,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         ranks, mistake = Ranks.of(process_group, devices)
         self.process_group = process_group_of(ranks.first)
         self.rank, self.world_size = ranks.index, ranks.count
-        flags = (
-            f"overlap_with_ddp={bool(overlap_with_ddp)}, "
-            f"parameters_as_bucket_view={bool(parameters_as_bucket_view)}"
-        )
         lines = [
-            flags,
+            f"overlap_with_ddp={bool(overlap_with_ddp)}, "
+            f"parameters_as_bucket_view={bool(parameters_as_bucket_view)}",
             *map(line_of, every),
             *self._options(groups),
         ]
@@ -226,12 +223,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         added = self.param_groups[before:]
         spreads = spreads_of(added[0], before, whole=self._whole[before]) if added else []
         error = error or mistake_in(lambda: check_overlap([*shards.spreads, *spreads]))
+        lines = [*map(line_of, spreads), *self._options(added, before), *changes]
         try:
-            shards.ranks.agree(
-                [*map(line_of, spreads), *self._options(added, before), *changes],
-                error,
-                "add_param_group",
-            )
+            shards.ranks.agree(lines, error, "add_param_group")
         except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
@@ -254,12 +248,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: A state could only be pickled. Every rank raises it, with the state's name.
         """
         shards = self._opened
-        known = integer(to) is not None and 0 <= to < self.world_size
-        wrong = (
-            None
-            if known
-            else ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
-        )
+        wrong = None
+        if integer(to) is None or not 0 <= to < self.world_size:
+            wrong = ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
         shards.ranks.agree([f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
         self._consolidated = (shards.updates, consolidate(shards, to))
 
@@ -305,11 +296,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             """After the caller's hooks. It leaves no state, so that torch copies only options."""
-            taken.update(
-                own_state(
-                    shards, [group["params"] for group in given["param_groups"]], given["state"]
-                )
-            )
+            numbers = [group["params"] for group in given["param_groups"]]
+            taken.update(own_state(shards, numbers, given["state"]))
             lines.extend(lines_of(given["state"]))
             return {**given, "state": {}}
 

@@ -17,6 +17,7 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import WrongMesh, any_device_of, communicator_for
 from ..comm.plain_values import decode_scalar, encode_scalar
+from .division import flat, is_gapless
 from .listing import Listing
 
 __all__: list[str] = []
@@ -44,9 +45,7 @@ class Ranks:
         devices = list(dict.fromkeys(devices)) or [any_device_of(process_group)]
         try:
             found = {device: communicator_for(process_group, device) for device in devices}
-            if any(
-                communicator.shards < communicator.world_size for communicator in found.values()
-            ):
+            if any(each.shards < each.world_size for each in found.values()):
                 raise TypeError(
                     "process_group is a mesh of two dimensions, expected a process group or a "
                     "mesh of one: there are no replicas here"
@@ -63,14 +62,8 @@ class Ranks:
         self, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer"
     ) -> None:
         """Returns if all pass the same lines and no error. Otherwise all raise the same error."""
-        agree(
-            self.first,
-            self.device,
-            "the parameters of ZeroRedundancyOptimizer",
-            lines,
-            error,
-            caller=caller,
-        )
+        what = "the parameters of ZeroRedundancyOptimizer"
+        agree(self.first, self.device, what, lines, error, caller=caller)
 
     def roll_call(
         self,
@@ -97,10 +90,8 @@ class Ranks:
         with self.naming("comparing with the other ranks", subject, "ZeroRedundancyOptimizer.step"):
             said = self.first.exchange(digest + bytes([state]), self.device)
         active = [rank for rank, each in enumerate(said) if each[-1] != _JOINED]
-        if (
-            any(said[rank][-1] == _FAILED for rank in active)
-            or len({said[rank] for rank in active}) > 1
-        ):
+        heard = {said[rank] for rank in active}
+        if len(heard) > 1 or any(each[-1] == _FAILED for each in heard):
             told = None if joined else lines
             agree(self.first, self.device, "what a step updates", told, error)
             if listing is not None:  # lines are alike, but not what parameters hold
@@ -131,7 +122,13 @@ class Ranks:
             values if own else dict(decode_scalar(json.loads(bytes(content.tolist())), self.device))
         )
 
-    def broadcast(self, values: Tensor, source: int, doing: str, what: str) -> None:
-        """Copies rank `source`'s values to every rank. `doing` and `what`: for the error."""
+    def broadcast(self, tensor: Tensor, source: int, doing: str, what: str) -> None:
+        """Copies rank `source`'s values to every rank, however they lie in memory. `doing` and
+        `what`: for the error.
+        """
+        gapless = is_gapless(tensor)
+        values = flat(tensor) if gapless else tensor.contiguous()
         with self.naming(doing, what):
             self.on[values.device].broadcast(values, source)
+        if not gapless and self.index != source:
+            tensor.copy_(values)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from .division import Bucket, Packing, Spread, divide, flat, is_gapless, laid_out_as
+from .division import Bucket, Packing, Spread, divide, laid_out_as
 from .gathers import Gathers
 from .groups import changes_in, notes_of
 from .listing import Listing
@@ -171,18 +171,15 @@ def _shared_gradient(ranks: Ranks, spread: Spread, leader: int) -> Tensor:
     result.) Their `.grad` does not change.
     """
     parameter, gradient = spread.parameter, spread.parameter.grad
-    sent = (
-        None
+    laid = (
+        torch.empty_like(parameter)
         if gradient is None or ranks.index != leader
         else laid_out_as(gradient.detach(), parameter)
     )
-    laid = torch.empty_like(parameter) if sent is None else sent
-    gapless = is_gapless(laid)
-    values = flat(laid) if gapless else laid.contiguous().view(-1)
-    if values.numel():
+    if laid.numel():
         subject = f"the gradient of {spread.name} of ZeroRedundancyOptimizer from rank {leader}"
-        ranks.broadcast(values, leader, "broadcasting", subject)
-    return laid if gapless else values.view(parameter.shape)
+        ranks.broadcast(laid, leader, "broadcasting", subject)
+    return laid
 
 
 def _lines(spreads: Iterable[Spread]) -> list[str]:

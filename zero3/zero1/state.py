@@ -50,11 +50,8 @@ def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
     """
     ranks = shards.ranks
     with agreeing(ranks.first, ranks.device, "the state of ZeroRedundancyOptimizer"):
-        mine = [
-            (number, _description(shards, spread))
-            for number, spread in enumerate(shards.spreads)
-            if spread.own
-        ]
+        held = [(number, spread) for number, spread in enumerate(shards.spreads) if spread.own]
+        mine = [(number, _description(shards, spread)) for number, spread in held]
     with ranks.naming("describing", "the state of ZeroRedundancyOptimizer"):
         everyone = [
             dict(json.loads(text))
@@ -62,16 +59,13 @@ def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
         ]
     full: dict[Tensor, dict[str, Any]] = {}
     for number, spread in enumerate(shards.spreads):
-        for what in (
-            _Described(*each)
-            for each in next((held[number] for held in everyone if held.get(number)), ())
-        ):
+        described = next((told[number] for told in everyone if told.get(number)), ())
+        for what in (_Described(*each) for each in described):
             key = decode_scalar(what.key, _CPU)
-            value = (
-                _told(what)
-                if what.dtype is None
-                else _brought_together(shards, spread, key, what, to)
-            )
+            if what.dtype is None:
+                value = _told(what)
+            else:
+                value = _brought_together(shards, spread, key, what, to)
             if ranks.index == to:
                 full.setdefault(spread.parameter, {})[key] = value
     return full if ranks.index == to else None
