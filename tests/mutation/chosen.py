@@ -345,7 +345,7 @@ FAULTS = [
     Fault(
         "kept gradients survive zero_grad",
         "core/account.py",
-        "            if part.parameter.grad is not left or (",
+        "            if found is not left or (",
         "            if False and (",
         "core/no_sync",
     ),

@@ -234,6 +234,7 @@ class LayerState:
                     chunk.follow_requires_grad()
                     for sharded in self.parameters.follow_requires_grad(chunk):
                         self.gradients.hook(sharded)
+        # [S2] since the last fetch
         changed = list(filter(Chunk.changed, self.chunks))
         if changed and inside_backward():
             parts = [part for chunk in changed for part in chunk.parts]
