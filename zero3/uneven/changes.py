@@ -23,6 +23,7 @@ class StateChanges:
     def __init__(self, states: Sequence[LayerState]) -> None:
         self._states = states
         self._taken: list[tuple[int, Tensor | None, int]] = []
+        self._holds = False  # whether this rank follows ranks that are in a `step_guard`
 
     def take(self, *, only_if: bool) -> None:
         """Notes the state after a round. It has to be the same before the next round, unless
@@ -67,6 +68,17 @@ class StateChanges:
         if mine and not gradients:
             for account in accounts_of(self._states):
                 account.drop_all()
+
+    def hold(self) -> None:
+        """Gradients are staged from now on, as on ranks that are in a `step_guard`."""
+        for state in self._states if not self._holds else ():
+            state.gradients.begin_guard()
+        self._holds = True
+
+    def let_go(self, *, keep: bool) -> None:
+        for state in self._states if self._holds else ():
+            state.gradients.end_guard(keep=keep)
+        self._holds = False
 
     def _now(self) -> list[tuple[int, Tensor | None, int]]:
         gradients = [(part, _reduced(part)) for part in parts_of(self._states)]

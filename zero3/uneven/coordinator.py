@@ -15,6 +15,7 @@ All ranks take each step together, because each rank has its own chunks to updat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -58,6 +59,44 @@ _CAUGHT = (
 )
 
 
+@dataclass(slots=True)
+class _Context:
+    """This rank's in torch's `Join`."""
+
+    # tells `Join` before each round that this rank has data; it returns False if `Join` is disabled
+    notify: Callable[[], bool] = lambda: False
+    divide_by_all: bool = True
+    # tells whether this rank is still inside: not None
+    inside: Callable[[], object] = lambda: None
+    on: bool = False
+    # whether an exception of this rank has ended it, and nothing was called since
+    over: bool = False
+
+
+class _Strays:
+    """Passes that some rank has missed: then ranks have learned different orders of calls."""
+
+    def __init__(self, runtimes: Sequence[Runtime]) -> None:
+        self._runtimes = runtimes
+        self._any = False
+        self._waited = False  # whether some rank has missed one because it waited for a step
+
+    def note(self, together: Activity, *, missed: bool, waiting: bool) -> None:
+        if together is not Activity.STEP:
+            self._any = self._any or missed
+            self._waited = self._waited or waiting
+        # the ranks that have waited train on, and have not learned the others' orders
+        elif self._waited:
+            self.forget_orders()
+
+    def forget_orders(self) -> None:
+        for runtime in self._runtimes if self._any or self._waited else ():
+            runtime.replays.clear()
+            for order in runtime.orders:
+                order.forget()
+        self._any = self._waited = False
+
+
 class JoinCoordinator:
     """Conducts a model's collectives inside `Join`, on one rank."""
 
@@ -77,22 +116,14 @@ class JoinCoordinator:
         self._joined: dict[LayerState, Through] = {}
         self._control = control
         self._step = step
-        self._divide_by_all = True
-        self._notify: Callable[[], bool] = lambda: False
-        self.on = False
-        # whether an exception of this rank has ended the context, and nothing was called since
-        self._over = False
-        # tells whether this rank is still inside the context
-        self._inside: Callable[[], object] = lambda: None
+        self._context = _Context()
         self._scope: Activity | None = None  # the forward or backward that this rank runs
         self._open: set[LayerState] = set()  # the first layers of the models that are in it
         self._round: Activity | None = None  # the round that this rank has met the others for
         # whether this round's collectives are announced, because some ranks only follow
         self._announces = False
         self._follows = False  # whether this rank takes part in an announced collective now
-        self._strayed = False  # whether some rank has missed a pass that others ran
-        self._waited = False  # whether some rank has missed it because it waited for a step
-        self._holds = False  # whether this rank follows ranks that are in a `step_guard`
+        self._strays = _Strays(runtimes)
         self._tokens: Tensor | None = None  # the tokens of the next backward
         self._changes = StateChanges(states)
 
@@ -100,9 +131,8 @@ class JoinCoordinator:
         """Enters the context. `notify` tells `Join` before each round that this rank has data; it
         returns False if `Join` is disabled.
         """
-        self._notify, self._divide_by_all = notify, divide_by_all
-        self.on, self._over, self._announces = True, False, False
-        self._scope = self._round = None
+        self._context = _Context(notify, divide_by_all, on=True)
+        self._announces, self._scope, self._round = False, None, None
         self._changes.forget()
         for state in self._states:
             joined = self._join(state)
@@ -110,14 +140,13 @@ class JoinCoordinator:
 
     def enter(self, inside: Callable[[], object]) -> None:
         """`inside` tells whether this rank is still inside the context: not None."""
-        self._inside = inside
+        self._context.inside = inside
 
     def end(self) -> None:
         """Leaves the context: the model is again as it was before `begin`."""
-        self.on, self._scope, self._round = False, None, None
-        self._let_go(keep=False)
-        if self._strayed:
-            self._forget_orders()
+        self._context.on, self._scope, self._round = False, None, None
+        self._changes.let_go(keep=False)
+        self._strays.forget_orders()
         joined, self._joined = self._joined, {}
         for state in self._states:
             if state in joined:
@@ -142,7 +171,7 @@ class JoinCoordinator:
                 self._enter(what)
             else:
                 self._leave(what)
-        if not what.moves or not self.on or self._follows or self._round is Activity.STEP:
+        if not what.moves or not self._context.on or self._follows or self._round is Activity.STEP:
             return perform()
         if isinstance(what, Exchange):  # with ranks that have data
             with what.parts.among_some():
@@ -174,7 +203,7 @@ class JoinCoordinator:
     def _enter(self, what: Round) -> None:
         kind = what.activity
         self._check_not_over()
-        if not self.on or self._round is Activity.STEP:
+        if not self._context.on or self._round is Activity.STEP:
             return
         # no forward begins inside a backward, so that one raised
         if self._scope is Activity.BACKWARD and kind is Activity.FORWARD:
@@ -195,15 +224,15 @@ class JoinCoordinator:
         if self._round is not None and what.error is None:
             self._finish()
         elif self._round is not None and self._abort():
-            self._over = True
+            self._context.over = True
             for state in self._states:
                 self._join(state)  # to see whether this rank goes on
 
     def _check_not_over(self) -> None:
-        if self._over:
-            self._over = False
+        if self._context.over:
+            self._context.over = False
             self.end()
-            if self._inside() is not None:
+            if self._context.inside() is not None:
                 raise self._refusal(_CAUGHT)
 
     def step(self) -> Any:
@@ -211,7 +240,7 @@ class JoinCoordinator:
         meanwhile, and steps with them.
         """
         self._check_not_over()
-        if not self.on or self._round is Activity.STEP:
+        if not self._context.on or self._round is Activity.STEP:
             return self._step()
         self._close_what_is_open()
         if self._scope is Activity.BACKWARD:
@@ -227,7 +256,7 @@ class JoinCoordinator:
 
     def _meet(self, kind: Activity) -> None:
         while True:
-            if not self._notify():
+            if not self._context.notify():
                 self.end()
                 return
             together = self._count(kind)
@@ -279,24 +308,13 @@ class JoinCoordinator:
                 if isinstance(what, CountTokens):
                     self._tokens = weigh(self._states, 0, 0).total
                 elif isinstance(what, EndGuard):
-                    self._let_go(keep=not any(tell_end(self._states[0], None)))
+                    self._changes.let_go(keep=not any(tell_end(self._states[0], None)))
                 else:
                     what.layer.conductor.conduct(what, absent=True)
             except Exception as caught:  # the other ranks hear of it at their next announcement
                 error = caught
             finally:
                 self._follows = False
-
-    def _hold(self) -> None:
-        """Gradients are staged from now on, as on ranks that are in a `step_guard`."""
-        for state in self._states if not self._holds else ():
-            state.gradients.begin_guard()
-        self._holds = True
-
-    def _let_go(self, *, keep: bool) -> None:
-        for state in self._states if self._holds else ():
-            state.gradients.end_guard(keep=keep)
-        self._holds = False
 
     # -- on all ranks
 
@@ -340,10 +358,11 @@ class JoinCoordinator:
         if kind is not found.together:
             self._changes.follow(found.gradients, found.owed)
             if found.guarded:
-                self._hold()
-        self._note_order(found.together, waiting=found.waiting > 0)
+                self._changes.hold()
+        missed, waiting = self._announces, found.waiting > 0
+        self._strays.note(found.together, missed=missed, waiting=waiting)
         # the others have no data
-        among = self._control.world_size if self._divide_by_all else found.number
+        among = self._control.world_size if self._context.divide_by_all else found.number
         for state in self._states:
             state.gradients.average_over(among)
         return found.together
@@ -352,21 +371,6 @@ class JoinCoordinator:
         """Raises on all ranks: each of them has found the same mistake."""
         self.end()
         raise RuntimeError(text)
-
-    def _note_order(self, together: Activity, *, waiting: bool) -> None:
-        if together is not Activity.STEP:
-            self._strayed = self._strayed or self._announces
-            self._waited = self._waited or waiting
-        # the ranks that have waited train on, and have not learned the others' orders
-        elif self._waited:
-            self._forget_orders()
-
-    def _forget_orders(self) -> None:
-        self._strayed = self._waited = False
-        for runtime in self._runtimes:
-            runtime.replays.clear()
-            for order in runtime.orders:
-                order.forget()
 
     def _exchange(self, number: int | None) -> Collective | None:
         """Announces it, or listens (None). See `Announcements`."""
@@ -380,7 +384,7 @@ class JoinCoordinator:
         """This rank is about to raise. The other ranks raise at their next announcement. Returns
         whether any listened.
         """
-        announces, self._announces = self._announces and self.on, False
+        announces, self._announces = self._announces and self._context.on, False
         self._round = self._scope = None
         if announces:
             try:
