@@ -138,7 +138,7 @@ def test_chunks_names_and_reports_of_a_layer_of_several_modules() -> None:
         assert model.head.get_trainable_chunk() == model.embed.get_trainable_chunk()
         chunks = zero3.get_trainable_chunk(model)
         assert len(chunks) == len({id(chunk) for chunk in chunks}) == 4 == zero3.report(model).layers
-        sizes = {place: state_at(model, place).full_nbytes() for place in ("embed", "blocks.0", "blocks.1", "")}
+        sizes = {place: state_at(model, place).chunks.full_nbytes() for place in ("embed", "blocks.0", "blocks.1", "")}
         assert zero3.report(model).full_parameters == sum(sizes.values())  # two stay, and two of the others are held at once
         assert model.head._state.label == "'embed' (Embedding) and 'head' (Linear)"
         with zero3.full_params(model.head):

@@ -492,6 +492,11 @@ def layers_of(model: nn.Module) -> list[Zero3Layer]:
     return [module for module in model.modules() if isinstance(module, Zero3Layer)]
 
 
+def state_behind(module: nn.Module) -> LayerState | None:
+    """The layer that this module is, or, of a sharded model, the root's own layer."""
+    return module._state if isinstance(module, Zero3Layer) else vars(module).get("_zero3_root")
+
+
 def states_in(model: nn.Module) -> list[LayerState]:
     """The state of every layer in `model`, each once: several modules may form one layer."""
     return list(dict.fromkeys(layer._state for layer in layers_of(model)))

@@ -82,6 +82,22 @@ def test_check_takes_parameters_of_formats_and_those_that_are_left_alone(policy:
         assert report.first is None and report.compared == 1 + 6 + (4 if frozen else 6)
 
 
+def test_check_names_a_parameter_that_nobody_has_wrapped() -> None:
+    """It trains on each rank alone."""
+
+    def body(group: ThreadCommunicator) -> Any:
+        def wrap(model: nn.Sequential) -> nn.Module:
+            model[0] = zero3.Zero3Layer(model[0], process_group=process_group(group))
+            return model
+
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+        batch = torch.randn(3, 8, generator=torch.Generator().manual_seed(group.rank)).double()
+        return zero3.check(model, batch, lambda model, batch: model(batch).square().mean(), wrap=wrap)
+
+    for report in run_ranks(2, body):
+        assert report.first is not None and report.first.startswith("1.")
+
+
 def test_check_names_the_first_parameter_that_differs() -> None:
     model = mlp()
     with changed_gradients(lambda name, gradient: gradient * 2 if name.endswith("bias") else gradient):

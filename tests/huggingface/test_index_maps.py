@@ -130,6 +130,7 @@ def test_what_is_no_rearrangement_is_not_followed() -> None:
         lambda: torch.linalg.norm(trace),
         lambda: trace[trace > 0],
         lambda: trace.view(torch.int32),
+        lambda: traced(Whole("a", (2, 4)), torch.bfloat16).view(torch.float32),
     ):
         with pytest.raises(Untraceable, match="not known here"):
             compute()

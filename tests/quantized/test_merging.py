@@ -102,6 +102,7 @@ def test_save_merged_of_a_part_with_adapters_is_refused(part: str, tmp_path: Pat
             lambda given: zero3.save_merged(given, tmp_path / "out"),
             lambda given: zero3.stream_weights(given, merge_adapters=True),
             lambda given: zero3.stream_weights(given, adapters_only=True),
+            lambda given: zero3.stream_weights(given),
         ):
             with pytest.raises(ValueError, match=r"holds adapters, and is not the model of peft's.*as peft\.get_peft_model returned it"):
                 use(model.get_submodule(part))

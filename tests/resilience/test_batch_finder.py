@@ -198,6 +198,14 @@ def test_batch_finder_refuses_batches_by_name() -> None:
                 model(micro.data).sum().backward()
         with pytest.raises(RuntimeError, match="was entered twice"), micro:
             pass
+        for rows in (-1, 0, 1.5):  # set between two micro-batches
+            finder.batch_size = 1
+            cut = finder.micro_batches(batch_of(rank, 0, 2))
+            with next(cut) as micro:
+                model(micro.data).sum().backward()
+            finder.batch_size = rows  # type: ignore[assignment]
+            with pytest.raises((ValueError, TypeError), match="batch_size must be"):
+                next(cut)
 
     run_ranks(2, body)
 

@@ -148,6 +148,8 @@ def test_ranks_that_differ_are_told_so() -> None:
             ours.add_param_group({"params": [parameters[0] if group.rank == 1 else more]})
         with pytest.raises(ValueError, match=r"rank 0: group 1: .*lr 0.*rank 1: group 1: .*lr 1"):
             ours.add_param_group({"params": [more], "lr": float(group.rank)})
+        with pytest.raises(RuntimeError):  # an option without a value
+            ours.add_param_group({"params": [more], "lr": torch.tensor(0.1, device="meta")})
         assert len(ours.param_groups) == 1
         ours.add_param_group({"params": more})
         train(ours, [*parameters, more], range(2))

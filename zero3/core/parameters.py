@@ -161,9 +161,9 @@ class LayerParameters(list[ShardedParameter]):
         """Whether gradients may come for parameters in the layer's modules: its own, or those that
         the root's own layer has.
         """
-        return any(owner._train() for owner in (self, self._lent_to) if owner is not None)
+        return any(owner._any_train() for owner in (self, self._lent_to) if owner is not None)
 
-    def _train(self) -> bool:
+    def _any_train(self) -> bool:
         if not any(sharded.chunk.shard.requires_grad for sharded in self):
             return False
         return not self.toggled or any(sharded.sites.parameter.requires_grad for sharded in self)

@@ -15,9 +15,9 @@ from ..access import full_params, get_trainable_chunk, is_sharded, states_of
 from ..casting import cast
 from ..comm.agreement import agree
 from ..comm.streams import random_state_kept
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, ignored_of
 from ..core.parameters import ShardedParameter
-from ..layer import Zero3Layer
+from ..layer import state_behind
 from ..optim.gradients import full_gradients
 from ..policy import ShardingPolicy, compute_dtype, dtypes_at_the_edges, gradient_dtype
 from ..shard import shard
@@ -157,21 +157,20 @@ def check(
     step = partial(_step, batch=batch, loss=loss, device=first.device)
     expected = {"loss": {"": _plain_step(plain, sharded, places, step)}}
     found = {"loss": {"": step(sharded)}}
-    reduced = {
-        name: _over_ranks(each, each.grad, first)
-        for name, each in alone.items()
-        if each.requires_grad
-    }
-    for name, gradient in reduced.items():
-        alone[name].grad = gradient
+    left = {id(each.parameter) for each in ignored_of(states_of(sharded))}
+    for each in alone.values():
+        if each.requires_grad and id(each) in left:  # whoever leaves it alone reduces it
+            each.grad = _over_ranks(each, each.grad, first)
     expected["gradient"] = {
         n: torch.zeros_like(p) if p.grad is None else p.grad
         for n, p in plain.named_parameters()
         if p.requires_grad
     }
+    own = {name: each.grad for name, each in alone.items() if each.grad is not None}
     with full_gradients(sharded) as gathered:
+        gathered |= own
         found["gradient"] = {
-            name: (reduced | gathered).get(name, torch.zeros_like(value))
+            name: gathered.get(name, torch.zeros_like(value))
             for name, value in expected["gradient"].items()
         }
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
@@ -221,8 +220,8 @@ class _Place(NamedTuple):
 
 
 def _places(model: nn.Module) -> tuple[dict[str, _Place], dict[str, nn.Parameter]]:
-    """Returns each parameter's place by its own name, and the parameters that a policy leaves
-    alone. All ranks call it.
+    """Returns each parameter's place by its own name, and the parameters that no layer has: a
+    policy leaves them alone, or nobody has wrapped them. All ranks call it.
     """
     with full_params(model):
         named = dict(model.named_parameters())
@@ -330,8 +329,7 @@ def _cast_alike(plain: nn.Module, sharded: nn.Module, places: dict[str, _Place])
         if name in places:
             parameter.data = parameter.data.to(places[name].computed)
     for name, module in sharded.named_modules():
-        state = module._state if isinstance(module, Zero3Layer) else vars(module).get("_zero3_root")
-        if state is not None:
+        if (state := state_behind(module)) is not None:
             alike = computing.get_submodule(name)
             inputs, output = dtypes_at_the_edges(state.policy)
             alike.register_forward_pre_hook(_before(inputs), with_kwargs=True)

@@ -23,7 +23,7 @@ from ..core.chunk import Chunk
 from ..core.collectives import Collective, Conductor, Fetch, Gather, Reduce, chain
 from ..core.layer_state import LayerState
 from ..experts.at_home import Trip, Way, rows_of
-from ..layer import Zero3Layer, layers_of
+from ..layer import layers_of, state_behind
 from ..policy import gradient_dtype
 from ..sequences.exchange import Exchange
 from ..towers.gates import Gate
@@ -339,8 +339,7 @@ def _names_of(model: nn.Module, states: list[LayerState]) -> dict[LayerState | N
     """The layers' names. Where several have the same, their places in `model` are added."""
     places: dict[LayerState, str] = {}
     for place, module in model.named_modules():
-        state = module._state if isinstance(module, Zero3Layer) else vars(module).get("_zero3_root")
-        if state is not None:
+        if (state := state_behind(module)) is not None:
             places.setdefault(state, place)
     count = Counter(state.subject.name for state in states)
     return {

@@ -101,10 +101,11 @@ class IndexMap(Generic[Key]):
             return
         for low in range(start, stop, _LOOKED_UP):
             numbers, at = self.locate(torch.arange(low, min(low + _LOOKED_UP, stop)))
-            piece = out[low - start : low - start + len(at)]
+            piece = torch.empty(len(at), dtype=out.dtype)  # on the host: one copy to a device
             for number, source in enumerate(self.sources):
                 if (mine := numbers == number).any():
-                    piece[mine.to(out.device)] = look_up(source, at[mine]).to(out)
+                    piece[mine] = look_up(source, at[mine]).to(piece)
+            out[low - start : low - start + len(at)] = piece
 
     def blank(self) -> Tensor:
         """A tensor of this shape without values. Of its views `View` makes maps."""

@@ -128,7 +128,8 @@ def refuse_part_with_adapters(model: nn.Module) -> None:
     if any(map(is_adapted, plain_modules(model))):
         raise ValueError(
             f"this {type(model).__name__} holds adapters, and is not the model of peft's around "
-            "them: pass the whole one, as peft.get_peft_model returned it"
+            "them: pass the whole one, as peft.get_peft_model returned it (adapters that "
+            "add_adapter has put into a model have no merge here)"
         )
 
 

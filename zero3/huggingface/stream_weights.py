@@ -137,7 +137,7 @@ def stream_weights(
 def walk_of(model: nn.Module, dtype: torch.dtype | None, options: Sequence[str]) -> WeightWalk:
     """What is streamed. It makes no collective. `options`: those that are on, by name."""
     owner: Any = innermost(model)
-    if options and not has_adapters(owner):
+    if not has_adapters(owner):
         refuse_part_with_adapters(owner)
     _check_choice(options, adapted=has_adapters(owner))
     adapters_only = "adapters_only" in options

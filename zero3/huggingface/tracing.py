@@ -65,13 +65,15 @@ def traced(index_map: IndexMap[Any], dtype: torch.dtype) -> TracedTensor:
     return tensor
 
 
-def _joined(join: Callable[..., Any], x: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
-    return traced(join([each.index_map for each in x], dim), x[0].dtype)
+def _joined(
+    join: Callable[..., Any], tensors: Sequence[TracedTensor], dim: int = 0
+) -> TracedTensor:
+    return traced(join([each.index_map for each in tensors], dim), tensors[0].dtype)
 
 
 def _viewed(func: Callable[..., Any], x: TracedTensor, /, *args: Any, **kwargs: Any) -> Any:
     """torch makes its views of a tensor without values."""
-    blank = x.index_map.blank()
+    blank = x.index_map.blank().to(x.dtype)
     found = func(blank, *args, **kwargs)
     views = (found,) if isinstance(found, Tensor) else tuple(found)
     if any(view.dtype != blank.dtype for view in views):

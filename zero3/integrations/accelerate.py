@@ -428,8 +428,8 @@ class Zero3Accelerator(Accelerator):
 
     def _check_files(self, directory: Path) -> None:
         """accelerate would miss them when the models have changed."""
-        with all_ranks(self.device, "load_state"):
-            pass  # rank 0 may have written them just now
+        # rank 0 may have written them just now
+        agree(communicator_for(None, self.device), self.device, "load_state", [])
         kinds = (SCHEDULER_NAME, self._schedulers), (OPTIMIZER_NAME, self._optimizers)
         needed = [
             f"{kind}{f'_{number}' if number else ''}.bin"

@@ -120,6 +120,8 @@ class BatchFinder:
     def _cut(self, batch: Any, total: int) -> Iterator[MicroBatch]:
         done = 0
         while done < total:
+            if (error := _mistake(self.batch_size)) is not None:  # set meanwhile
+                raise error
             rows = min(integer(self.batch_size) or total, total - done)
             rows = rows if knows_transfers(self.model, self._states) else 1
             micro = MicroBatch(self.model, _part(batch, done, done + rows), rows, rows / total)

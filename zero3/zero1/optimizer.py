@@ -223,8 +223,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         added = self.param_groups[before:]
         spreads = spreads_of(added[0], before, whole=self._whole[before]) if added else []
         error = error or mistake_in(lambda: check_overlap([*shards.spreads, *spreads]))
-        lines = [*map(line_of, spreads), *self._options(added, before), *changes]
         try:
+            lines = [*map(line_of, spreads), *self._options(added, before), *changes]
             shards.ranks.agree(lines, error, "add_param_group")
         except Exception:
             del self.param_groups[before:], self._whole[before:]
