@@ -231,6 +231,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "align": (lambda group: zero3.param_groups(sharded(group), lambda name, info: {"align": 2}), "align.*expert_parallel"),
     "joinable": (lambda group: zero3.joinable(sharded(group), print), r"joinable: layer .*experts.*expert_parallel=True.*empty batch"),
+    "joinable of a part": (
+        lambda group: zero3.joinable(zero3.shard(made(), nn.Linear, policy=HOME, process_group=group).last, print),
+        r"joinable: layer .*experts.*expert_parallel=True.*empty batch",
+    ),
     "quantize": (
         lambda group: sharded(
             group, zero3.ShardingPolicy(expert_parallel=True, quantize=zero3.NF4()), made(dtype=torch.float32).requires_grad_(False)

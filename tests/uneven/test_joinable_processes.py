@@ -183,6 +183,26 @@ def what_can_not_join(rank: Rank) -> list[str]:
     return told
 
 
+def parts_that_can_not_join(rank: Rank) -> list[str]:
+    stages = lambda name, module: zero3.ShardingPolicy(stage=1 if name == "0" else 3)  # noqa: E731
+    halves = zero3.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear, policy=stages)
+    models = nn.ModuleList(zero3.Zero3Layer(nn.Linear(2, 2), policy=zero3.ShardingPolicy(dynamic=late)) for late in (False, True))
+    layer, told = zero3.Zero3Layer(nn.Sequential(nn.Linear(2, 2))), []
+    for part in (halves[1], models, layer.module[0]):
+        with pytest.raises(ValueError, match="joinable") as caught:
+            zero3.joinable(part, lambda: None)
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_part_joins_with_its_whole_model_or_not_at_all() -> None:
+    """They were accepted, and ranks waited for each other, or the context began with an IndexError."""
+    for stage, dynamic, inner in on_ranks(2, parts_that_can_not_join):
+        assert "layer '0' (Linear) has policy.stage=1, expected 2 or 3" in stage
+        assert "policy.dynamic=True, expected False" in dynamic
+        assert "joinable of a Linear inside a layer" in inner
+
+
 def test_mistakes() -> None:
     for text in on_ranks(2, two_joinables):
         assert "must be the only joinable" in text

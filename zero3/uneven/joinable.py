@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..access import states_of, used
+from ..access import inside_a_layer, states_of, used
 from ..comm.agreement import agree
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.errors import NamingFailures, Subject
@@ -37,7 +38,8 @@ def joinable(model: nn.Module, step: Callable[[], Any]) -> JoinableModel:
     `throw_on_early_termination=True` makes all ranks raise when the first is out of data.
 
     Args:
-        model: Any model that contains zero3 layers; it is the only joinable in its `Join`.
+        model: Any model that contains zero3 layers; it is the only joinable in its `Join`, and has
+            all layers that the loss calls. (A part of a model of `shard` stands for the whole.)
         step: Everything that follows the backwards of a step: clip, update, schedule, zero. It is
             called without arguments, on ranks without data too, so it uses nothing that comes from
             a batch.
@@ -46,8 +48,8 @@ def joinable(model: nn.Module, step: Callable[[], Any]) -> JoinableModel:
         A `JoinableModel`, for `Join`.
 
     Raises:
-        ValueError: Nothing in `model` is sharded, its layers are on different process groups, or
-            have `stage=1`, `dynamic=True`, or experts with
+        ValueError: Nothing in `model` is sharded, it lies inside a layer, or the layers are on
+            different process groups, or have `stage=1`, `dynamic=True`, or experts with
             `expert_parallel=True`.
         TypeError: `step` can't be called.
         RuntimeError: There is no process group.
@@ -77,14 +79,29 @@ class JoinableModel(Joinable):
             raise TypeError(
                 f"step must be a function without arguments, found {type(step).__name__}"
             )
-        first, *others = states_of(model)
-        if at_home := next(
-            (s for s in (first, *others) if any(chunk.in_part for chunk in s.chunks)), None
-        ):
+        states = states_of(model)
+        if not (runtimes := runtimes_in(model)) and not layers_of(model):
+            raise inside_a_layer(model, states, "joinable")
+        # a loss may train more of the model than the part that joins
+        states = [*dict.fromkeys([*states, *chain.from_iterable(r.layers for r in runtimes)])]
+        first, *others = states
+        if at_home := next((s for s in states if any(chunk.in_part for chunk in s.chunks)), None):
             raise ValueError(
                 f"joinable: layer {at_home.label} has experts that stay at home "
                 "(expert_parallel=True), which other ranks need as long as they have data. Call "
                 "the model with an empty batch where there is none"
+            )
+        if not all(first.communicator.same_ranks(other.communicator) for other in others):
+            raise ValueError("the model's layers are on different process groups: Join needs one")
+        if any(state.policy.dynamic for state in states):
+            raise ValueError(
+                "joinable: policy.dynamic=True, expected False: ranks without data can't follow "
+                "forwards that skip layers"
+            )
+        if whole := next((s for s in states if not shards_gradients(s.policy)), None):
+            raise ValueError(
+                f"joinable: layer {whole.label} has policy.stage=1, expected 2 or 3: ranks "
+                "without data can't follow its reductions"
             )
         group = process_group_of(unconducted(first.communicator))
         if group is None:
@@ -92,20 +109,6 @@ class JoinableModel(Joinable):
                 "torch's Join needs a process group: call torch.distributed.init_process_group() "
                 "before sharding the model. A mesh with replicas has one if it holds all ranks, "
                 "and is no slice of a larger mesh."
-            )
-        if not all(first.communicator.same_ranks(other.communicator) for other in others):
-            raise ValueError("the model's layers are on different process groups: Join needs one")
-        if first.policy.dynamic:
-            raise ValueError(
-                "joinable: policy.dynamic=True, expected False: ranks without data can't follow "
-                "forwards that skip layers"
-            )
-        if whole := next(
-            (state for state in (first, *others) if not shards_gradients(state.policy)), None
-        ):
-            raise ValueError(
-                f"joinable: layer {whole.label} has policy.stage=1, expected 2 or 3: ranks "
-                "without data can't follow its reductions"
             )
         self._model = model
         self._device = first.device
