@@ -81,10 +81,11 @@ class _Strays:
         self._any = False
         self._waited = False  # whether some rank has missed one because it waited for a step
 
-    def note(self, together: Activity, *, missed: bool, waiting: bool) -> None:
-        if together is not Activity.STEP:
-            self._any = self._any or missed
-            self._waited = self._waited or waiting
+    def note(self, found: Headcount) -> None:
+        """The round that comes next."""
+        if found.together is not Activity.STEP:
+            self._any = self._any or found.others > 0
+            self._waited = self._waited or found.waiting > 0
         # the ranks that have waited train on, and have not learned the others' orders
         elif self._waited:
             self.forget_orders()
@@ -359,8 +360,7 @@ class JoinCoordinator:
             self._changes.follow(found.gradients, found.owed)
             if found.guarded:
                 self._changes.hold()
-        missed, waiting = self._announces, found.waiting > 0
-        self._strays.note(found.together, missed=missed, waiting=waiting)
+        self._strays.note(found)
         # the others have no data
         among = self._control.world_size if self._context.divide_by_all else found.number
         for state in self._states:
