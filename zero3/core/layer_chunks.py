@@ -67,7 +67,7 @@ class LayerChunks(list[Chunk]):
             chunk.store.rest(chunk.shard.data)
 
     def gather_again(self, chunk: Chunk) -> None:
-        """One of them, of which nothing is known in the log."""
+        """Gathers one of them, which the log does not note: a full buffer is to be filled anew."""
         chunk.start_fetch(self.lanes.fetch, self._names)
 
     def read(self, chunk: Chunk, full: Tensor) -> Ticket:

@@ -50,16 +50,16 @@ class Pace:
 
 @dataclass(slots=True)
 class PresentPass:
-    """The last forward of the outermost modules: one of them, or several, one after another."""
+    """A forward of the model, under way or over: of one outermost module, or of several in turn."""
 
-    trace: LayerTrace | None = None  # of the forward under way
-    last: LayerTrace | None = None  # of the last one, which another outermost module may continue
-    # whether no module may continue it, because ranks ran inside `resident` since
+    trace: LayerTrace | None = None  # while one of them runs
+    last: LayerTrace | None = None  # after it: another one may continue it
+    # whether none may, because ranks ran inside `resident` since
     is_over: bool = False
-    own_pace: bool = False  # whether the forward under way is inside `resident`
+    own_pace: bool = False  # whether it runs inside `resident`
     # layers whose call is over and that are not released yet
     lingering: list[LayerState] = field(default_factory=list)
-    # ids of the outermost modules called in it; references would keep them alive
+    # ids of the outermost modules that it has called; references would keep them alive
     called: set[int] = field(default_factory=set)
 
 
@@ -290,10 +290,9 @@ class Runtime:
         # ranks do not compare: they may differ here
         inside = inside_backward()
         opened = inside and self.backward.open_recomputed(state, self._pass.last)
-        if state.pins.resident or (inside and self.backward.is_recomputing(state)):
-            gone = (
-                state.presence not in (Presence.FETCHED, Presence.KEPT) and not state.pins.resident
-            )
+        resident = state.pins.resident
+        if resident or (inside and self.backward.is_recomputing(state)):
+            gone = not resident and state.presence not in (Presence.FETCHED, Presence.KEPT)
             state.fetch()
             start = self._pass.trace.begin() if self._pass.trace is not None else 0
             self.stack.frames.append(
@@ -304,7 +303,7 @@ class Runtime:
                     recomputes=True,
                     opened=opened,
                     fetched_here=gone,
-                    older=frozenset() if state.pins.resident else nodes_since(0, tensors_in(given)),
+                    older=frozenset() if resident else nodes_since(0, tensors_in(given)),
                 )
             )
             return
@@ -401,9 +400,8 @@ class Runtime:
 
     def recorded(self) -> tuple[LayerState, ...]:
         """The layers whose calls are recorded in the forward under way."""
-        return (
-            () if self._pass.trace is None else tuple(call.layer for call in self._pass.trace.calls)
-        )
+        trace = self._pass.trace
+        return () if trace is None else tuple(call.layer for call in trace.calls)
 
     def unite(self, since: float) -> None:
         """See `CallTrace.unite`."""

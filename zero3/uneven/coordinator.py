@@ -61,7 +61,7 @@ _CAUGHT = (
 
 @dataclass(slots=True)
 class _Context:
-    """This rank's in torch's `Join`."""
+    """What torch's `Join` has told this rank, and whether this rank is inside."""
 
     # tells `Join` before each round that this rank has data; it returns False if `Join` is disabled
     notify: Callable[[], bool] = lambda: False
