@@ -63,11 +63,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def preferences(path: Path | None) -> Dataset:
-    """Made here: the answer that adds right is preferred to the one that is off by one."""
+    """Made here: an answer in a sentence is preferred to a bare number."""
     if path is not None:
         return Dataset.from_list([json.loads(line) for line in path.read_text().splitlines() if line.strip()])
     pairs = [(n % 17, n // 17) for n in range(17 * 12)]
-    rows = [(f"What is {a} and {b}?", f" It is {a + b}.", f" It is {a + b + 1}.") for a, b in pairs]
+    rows = [(f"What is {a} and {b}?", f" It is {a + b}.", f" {a + b}") for a, b in pairs]
     return Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows])
 
 

@@ -26,7 +26,8 @@ def margins(printed: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_dpo_trains_a_model_and_adapters_on_ones_own_pairs(tmp_path: Path) -> None:
-    margins(printed_by_two(EXAMPLE, *FEW, "--output", tmp_path / "model"))
+    first, last = margins(printed_by_two(EXAMPLE, *FEW, "--output", tmp_path / "model"))
+    assert last > 2 * first > 0  # it has learned what is preferred
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(tmp_path / "model")
     pairs = [{"prompt": f"Say {n}.", "chosen": f" {n}", "rejected": f" {n + 1}"} for n in range(40)]
