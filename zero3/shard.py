@@ -577,8 +577,8 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
     if own > largest:
         _log.warning(
             "%s: the root's own layer holds %s, more than the largest layer (%s), from the "
-"forward to the end of backward. Name more submodules in layers=, or untie what is "
-"tied (%s).",
+            "forward to the end of backward. Name more submodules in layers=, or untie what is "
+            "tied (%s).",
             type(model).__name__, megabytes(own), megabytes(largest), listed,
         )  # fmt: skip
 
@@ -613,10 +613,10 @@ def _warn_of_input_gradients(model: nn.Module) -> None:
     if frozen and not any(_recomputes_reentrantly(module) for module in plain_modules(model)):
         _log.warning(
             "%s: the output of its frozen embeddings needs gradients (%s). So backward gathers "
-"and differentiates all layers, also those below the first one that trains, for "
-"gradients that nobody uses. Only reentrant checkpointing needs that: call "
-"model.disable_input_require_grads() after gradient_checkpointing_enable() with "
-"use_reentrant=False.",
+            "and differentiates all layers, also those below the first one that trains, for "
+            "gradients that nobody uses. Only reentrant checkpointing needs that: call "
+            "model.disable_input_require_grads() after gradient_checkpointing_enable() with "
+            "use_reentrant=False.",
             type(model).__name__, _ENABLE_GRADIENTS,
         )  # fmt: skip
 

@@ -100,7 +100,7 @@ def outputs_of_model(
     except Exception as reason:  # of any kind: transformers has no way back to its files' names
         _log.warning(
             "%s: transformers' names of files can't be had (%s), so they are the model's own, "
-"which from_pretrained reads too",
+            "which from_pretrained reads too",
             type(model).__name__, reason,
         )  # fmt: skip
     return [
