@@ -70,7 +70,8 @@ def _overlap(module: nn.Module) -> None:
 def _jit(compiled: Callable[[nn.Module], nn.Module], shard: Callable[[nn.Module], object]) -> Callable[[bool, Rank, nn.Module], object]:
     def make(is_wrong: bool, rank: Rank, module: nn.Module) -> object:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            for kind in (DeprecationWarning, FutureWarning):  # torch's own, of another kind from 2.15 on
+                warnings.simplefilter("ignore", kind)
             return shard(nn.Sequential(compiled(module) if is_wrong else module))
 
     return make
