@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = model_on_meta(options, max_position_embeddings=options.length)
         for block in model.model.layers:
             zero3.tile(block.mlp, options.tile)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # the second is its name before transformers 5.23
+        checkpointing = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        checkpointing({"use_reentrant": False})
         model = zero3.shard(model, device=ranks.device, policy=policy_of(options.device), process_group=mesh).train()
         fill(model, options)
         if ranks.rank == 0:
