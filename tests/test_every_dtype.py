@@ -24,7 +24,7 @@ def half_of_complex(body: Callable[..., None]) -> Callable[..., None]:
     @wraps(body)
     def quietly(*arguments: Any) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+            warnings.filterwarnings("ignore", "B?Complex(Half|32) support is experimental")
             body(*arguments)
 
     return quietly
