@@ -41,12 +41,14 @@ DTYPES = (
     ("F8_E5M2", torch.float8_e5m2), ("F8_E4M3FNUZ", torch.float8_e4m3fnuz),
     ("F8_E5M2FNUZ", torch.float8_e5m2fnuz), ("F8_E8M0", torch.float8_e8m0fnu),
 )  # fmt: skip
-_HAVE_NO_NAME = (
-    torch.complex32, torch.complex128, torch.float4_e2m1fn_x2,
-    torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2,
+_HAVE_NO_NAME = (  # the second is new in torch 2.15
+    "complex32", "bcomplex32", "complex128", "float4_e2m1fn_x2",
+    "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
 )  # fmt: skip
 # in checkpoints, which this project alone reads, they have torch's
-UNNAMED = tuple((str(dtype), dtype) for dtype in _HAVE_NO_NAME)
+UNNAMED: tuple[tuple[str, torch.dtype], ...] = tuple(
+    (f"torch.{name}", getattr(torch, name)) for name in _HAVE_NO_NAME if hasattr(torch, name)
+)
 
 
 @dataclass(frozen=True, slots=True)
