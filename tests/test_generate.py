@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -335,3 +336,59 @@ def test_after_an_exception_while_generate_batch_runs_the_model_layers_are_relea
         model(input_ids=torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
 
     on_ranks(2, small_llama, body)
+
+
+class Stops(t.StoppingCriteria):
+    """It raises at the second word."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.asked = error, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Any:
+        self.asked += 1
+        if self.asked == 2:
+            raise self.error("no more")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("policy", [{}, {"reshard_after_forward": False}, {"stage": 2}, {"offload": "cpu"}], ids=str)
+@pytest.mark.parametrize("where", ["on one rank, resident", "on all ranks, resident", "on all ranks"])
+def test_training_goes_on_after_generate_was_broken_off(where: str, policy: dict[str, Any], error: type[BaseException]) -> None:
+    """Between a backward and its step, with the numbers of plain torch, and with nothing left fetched."""
+    torch.manual_seed(0)
+    config = t.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=19, n_positions=32, bos_token_id=1, eos_token_id=None)
+    plain = t.GPT2LMHeadModel(config).double().eval()
+    copies = [copy.deepcopy(plain) for _ in range(2)]
+    words = [torch.randint(19, (2, 5), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+    def body(group: ThreadCommunicator) -> tuple[list[Tensor], dict[str, Tensor]]:
+        model, given = copies[group.rank], words[group.rank]
+        zero3.shard(model, process_group=group, policy=zero3.ShardingPolicy(**policy))
+        optimizer, said = torch.optim.AdamW(zero3.get_trainable_chunk(model), 0.01), []
+        for _ in range(2):
+            model(given, labels=given).loss.backward()
+            breaks = group.rank == 1 or "all" in where
+            with pytest.raises(error) if breaks else nullcontext(), zero3.resident(model) if "resident" in where else nullcontext():
+                model.generate(given, **options, stopping_criteria=[Stops(error)] if breaks else None)
+            optimizer.step()
+            optimizer.zero_grad()
+            said.append(model.generate(given, **options))
+        if "stage" not in policy:
+            assert_at_rest(model)
+        return said, zero3.full_state_dict(model, rank0_only=False)
+
+    found = run_ranks(2, body)
+    optimizer = torch.optim.AdamW(plain.parameters(), 0.01)
+    for step in range(2):
+        for given in words:
+            (plain(given, labels=given).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, (said, _) in enumerate(found):
+            assert torch.equal(said[step], plain.generate(words[rank], **options))
+    for _, state in found:
+        for name, value in plain.state_dict().items():
+            if name in state:
+                torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)

@@ -314,7 +314,8 @@ def reset(model: nn.Module) -> None:
         model: Any model that contains zero3 layers.
 
     Raises:
-        RuntimeError: It is called inside a backward, whose gradients would be wrong.
+        RuntimeError: It is called inside a forward, or inside a backward, whose gradients would be
+            wrong.
         ValueError: Nothing in `model` is sharded, or it is a part of a layer.
 
     Example::
@@ -333,8 +334,14 @@ def reset(model: nn.Module) -> None:
             "hook). The gradients that it has brought so far would be lost, without an error. "
             "Call it after the backward has ended or raised."
         )
+    runtimes = runtimes_in(model)
+    if any(runtime.in_forward for runtime in runtimes):
+        raise RuntimeError(
+            f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a forward, whose "
+            "layers it would release. Call it after the forward has ended or raised."
+        )
     _tell_of_use([layer._state for layer in layers], "reset")
-    for runtime in runtimes_in(model):
+    for runtime in runtimes:
         runtime.reset()
     for layer in layers:
         layer._state.reset()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import resource
 import shutil
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 import zero3
 from tests.checkpoint.test_nothing_is_unpickled import Trap
@@ -122,6 +126,53 @@ def test_what_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     out.touch()
     assert main(["convert", str(run), str(out)]) == 1 and out.stat().st_size == 0
     assert f"{out} is there already" in capsys.readouterr().err
+
+
+Size = tuple[int, ...]
+WRONG_BLOCKS: dict[str, list[tuple[Size, Size]]] = {  # of a tensor [5, 5]: offsets and sizes
+    "an offset too few": [((0,), (5, 5))],
+    "an offset too many": [((0, 0, 0), (5, 5))],
+    "a size too few": [((0, 0), (25,))],
+    "one twice": [((0, 0), (5, 5)), ((0, 0), (5, 5))],
+    "an overlap": [((0, 0), (3, 5)), ((1, 0), (2, 5))],
+    "an overlap of columns": [((0, 0), (5, 3)), ((0, 1), (5, 2))],
+    "a gap": [((0, 0), (2, 5)), ((3, 0), (2, 5))],
+    "beyond the end": [((0, 0), (2, 5)), ((3, 0), (3, 5))],
+    "beyond a row": [((0, 2), (5, 5))],
+    "before the beginning": [((-1, 0), (5, 5))],
+    "less than nothing": [((0, 0), (5, 6)), ((0, 5), (5, -1))],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_BLOCKS)
+def test_blocks_that_do_not_fill_a_tensor(wrong: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of torch.distributed.checkpoint. If their elements were as many as the tensor's, what no block has was read from memory of before."""
+    path = convert(run, tmp_path / "dcp", "--to", "dcp")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    described = metadata.state_dict_metadata["model.1.weight"]
+    described.chunks = [ChunkStorageMetadata(torch.Size(begin), size) for begin, size in WRONG_BLOCKS[wrong]]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    said = fails(capsys, path, tmp_path / "out")
+    assert "model.1.weight has (5, 5), which its blocks don't fill, each element once: " in said and not (tmp_path / "out").exists()
+
+
+def test_what_torch_reads_of_our_blocks(tmp_path: Path) -> None:
+    """One block each, which begins at 0 in each dimension: of numbers, empty tensors, and four dimensions, too."""
+    tensors = {f"t{number}": torch.ones(shape) for number, shape in enumerate([(), (3,), (0, 2), (2, 3), (1, 2, 3, 1)])}
+    torch.save({"model": tensors}, tmp_path / "file")
+    metadata = FileSystemReader(convert(tmp_path / "file", tmp_path / "dcp", "--to", "dcp")).read_metadata()
+    for name, tensor in tensors.items():
+        described = metadata.state_dict_metadata[f"model.{name}"]
+        assert isinstance(described, TensorStorageMetadata) and described.size == tensor.shape
+        begin = torch.Size([0] * tensor.dim())
+        assert described.chunks == [ChunkStorageMetadata(begin, tensor.shape)]
+        assert MetadataIndex(f"model.{name}", begin) in metadata.storage_data
+    found: dict[str, Any] = {"model": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert_same(found["model"], tensors)
 
 
 BAD: dict[str, tuple[Any, str]] = {

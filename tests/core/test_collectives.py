@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,14 @@ from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_mesh, run_ranks
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
 from zero3.core.collectives import Activity, Collective, Conductor, Gather, Reduce, Round, Straight, Use, chain, without
+
+
+def test_every_collective_says_what_it_does() -> None:
+    """Who refuses one, or shows the latest, prints it: a text, and no object's address."""
+    for file in (Path(zero3.__file__).parent).rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and {"perform", "take_part"} & (names := {getattr(each, "name", "") for each in node.body}):
+                assert "__str__" in names or node.name == "Collective", f"{file}: {node.name}"
 
 
 class Seeing:

@@ -133,6 +133,33 @@ def test_reset_inside_a_backward_is_refused(world_size: int, stage: Any) -> None
 
 
 @WORLDS
+@pytest.mark.parametrize("where", [nullcontext, zero3.resident, torch.no_grad], ids=lambda each: each.__name__)
+def test_reset_inside_a_forward_is_refused(world_size: int, where: Callable[..., Any]) -> None:
+    """It took away the frames of layers under way: an IndexError from the inside. All goes on as in plain torch."""
+    expected = parameters_after(fused, 2)
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        optimizer = sgd(model.get_trainable_chunk())
+        for _ in range(2):
+            handle = model[1].module.register_forward_pre_hook(lambda *_: zero3.reset(model))
+            with (
+                where(*[model][: where is zero3.resident]),
+                pytest.raises(RuntimeError, match=rf"^rank {group.rank}: zero3.reset inside a forward, whose layers"),
+            ):
+                model(X)
+            handle.remove()
+            with zero3.resident(model):
+                model(X)
+                zero3.reset(model)  # between two forwards it may be called
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_trained(model, expected)
+
+    on_ranks(world_size, fused, body)
+
+
+@WORLDS
 def test_retain_graph_survives_a_backward_that_broke(world_size: int) -> None:
     """`retain_graph`, and no forward in between."""
     expected = parameters_after(fused, 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero3.formats.lazy import Lazy, assembled, held, joined
+from zero3.formats.lazy import Lazy, assembled, fills, held, joined
 
 
 def check(lazy: Lazy, expected: Tensor, data: Any) -> None:
@@ -34,6 +34,23 @@ def test_blocks_of_any_dimensions(shape: list[int], data: Any) -> None:
         values = whole[tuple(slice(*pair) for pair in place)]
         blocks.append((tuple(first for first, _ in place), held(values)))
     check(assembled(torch.float32, tuple(shape), blocks), whole, data)
+
+
+@given(st.lists(st.integers(0, 3), max_size=3).map(tuple), st.data())
+def test_blocks_fill_a_tensor_if_each_element_is_in_one(shape: tuple[int, ...], data: Any) -> None:
+    """The count of each element tells."""
+    blocks = data.draw(st.lists(st.tuples(*[st.tuples(*(st.integers(0, 3) for _ in shape))] * 2), max_size=4))
+    if data.draw(st.booleans()):  # cut it, so that it is filled
+        ends = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+        cut = itertools.product(*map(itertools.pairwise, ends))
+        blocks = [(tuple(a for a, _ in place), tuple(b - a for a, b in place)) for place in cut]
+    counts = torch.zeros([6] * len(shape))
+    for begin, size in blocks:
+        counts[tuple(slice(a, a + b) for a, b in zip(begin, size, strict=True))] += 1
+    inside = torch.zeros([6] * len(shape))
+    inside[tuple(slice(size) for size in shape)] = 1
+    beyond = any(a + b > size for begin, sizes in blocks for a, b, size in zip(begin, sizes, shape, strict=True))
+    assert fills(shape, blocks) == (torch.equal(counts, inside) and not beyond)
 
 
 def test_a_number_is_a_block() -> None:

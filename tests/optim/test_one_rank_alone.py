@@ -130,6 +130,12 @@ BACKWARD: dict[str, tuple[Callable[[Any, int], Any], type[Exception], str]] = {
     "tokens nan in a tensor": (lambda model, rank: (loss_sum(model, rank), torch.tensor(NAN)), ValueError, "0 or more, .*, found nan"),
     "complex tokens": (lambda model, rank: (loss_sum(model, rank), torch.tensor(1j)), TypeError, "num_tokens is torch.complex64"),
     "tokens nan": (lambda model, rank: (loss_sum(model, rank), NAN), ValueError, "num_tokens must be 0 or more, and finite, found nan"),
+    "a bool": (lambda model, rank: (loss_sum(model, rank), True), TypeError, "num_tokens is a bool, expected an integer"),
+    "a bool in a tensor": (
+        lambda model, rank: (loss_sum(model, rank), torch.tensor(True)),
+        TypeError,
+        "num_tokens is torch.bool, expected",
+    ),
     "no tokens": (lambda model, rank: (loss_sum(model, rank), None), TypeError, "num_tokens is a NoneType"),
     "tokens by row": (lambda model, rank: (loss_sum(model, rank), torch.ones(3)), ValueError, r"num_tokens has shape \(3,\)"),
 }

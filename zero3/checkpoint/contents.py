@@ -26,6 +26,11 @@ _DTYPES = (
     "A model's dtypes are decided when it is sharded, by its own, by master_dtype and by what "
     "trains then: shard as the run that saved did, and change what trains by zero3.set_trainable"
 )
+_FORMATS = (
+    "ShardingPolicy(quantize=) decides how frozen parameters are stored: give the model the one of "
+    "the run that saved. To change it, pass what zero3.full_state_dict makes of such a model to "
+    "zero3.load_full_state_dict"
+)
 
 
 class NamedSpan(NamedTuple):
@@ -226,17 +231,22 @@ def names_apart(expected: Mapping[str, object], found: Mapping[str, object]) -> 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Returns in words how two descriptions differ, or [] if they are alike."""
     problems = names_apart(expected, found)
-    for what, many in (("shape", "shapes"), ("dtype", "dtypes"), ("quantized", "formats")):
-        other = [n for n in expected if n in found and found[n].get(what) != expected[n].get(what)]
+    common = [n for n in expected if n in found]
+    for what, many in (("quantized", "formats"), ("shape", "shapes"), ("dtype", "dtypes")):
+        other = [n for n in common if found[n].get(what) != expected[n].get(what)]
+        if what == "quantized":  # what is stored has the format's shape and dtype
+            common = [n for n in common if n not in other]
         if other:
             each = (
                 f"{n} has {_shown(found[n].get(what))}, expected {_shown(expected[n].get(what))}"
                 for n in other
             )
             problems.append(f"other {many}: {'; '.join(each)}")
-            problems += [_DTYPES] if what == "dtype" else []
+            problems += {"quantized": [_FORMATS], "dtype": [_DTYPES]}.get(what, [])
     return problems
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
     return str(tuple(value)) if isinstance(value, list) else str(value)

@@ -48,6 +48,9 @@ class Other:
     layer: Any = None
     moves: ClassVar[bool] = True
 
+    def __str__(self) -> str:
+        return "compares with the other ranks, or moves what is no layer's"
+
     def perform(self) -> Any:
         return self.call()
 

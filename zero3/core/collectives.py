@@ -135,6 +135,9 @@ class Fetch:
     gathers: bool = True
     moves: ClassVar[bool] = False
 
+    def __str__(self) -> str:
+        return f"computes in layer {self.layer.label}"
+
     def perform(self) -> None:
         if self.gathers:
             self.layer.start_fetch()
@@ -248,6 +251,9 @@ class CompareLogs:
     communicator: Communicator = field(compare=False)
     tells: bool
     moves: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "compares its transfers"
 
     def perform(self) -> bool:
         log, device = self.layer.chunks.log, self.layer.device

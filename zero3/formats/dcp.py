@@ -11,7 +11,6 @@ text of numbers that are keys. To import its classes takes longer than zero3, an
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from ..checkpoint import file_operations
 from . import pickled, torch_files
-from .lazy import Lazy, as_lazy, assembled
+from .lazy import Lazy, as_lazy, assembled, fills
 from .pickled import Global, Made
 from .run import Holds, Run
 from .trees import run_of, tree_of
@@ -86,10 +85,10 @@ class _Reader:
             (chunk["offsets"], self._block(key, chunk["offsets"], chunk["sizes"], dtype))
             for chunk in map(_state, facts["chunks"])
         ]
-        if sum(values.numel for _, values in blocks) != math.prod(shape):
+        if not fills(shape, [(begin, values.shape) for begin, values in blocks]):
             raise ValueError(
-                f"{self._directory}: {key} has {shape}, and its blocks are "
-                f"{[values.shape for _, values in blocks]}"
+                f"{self._directory}: {key} has {shape}, which its blocks don't fill, each element "
+                f"once: {', '.join(f'{v.shape} from {begin} on' for begin, v in blocks)}"
             )
         return assembled(dtype, shape, blocks)
 

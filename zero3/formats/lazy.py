@@ -8,6 +8,8 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import add, gt, lt
 from typing import Any
 
 import torch
@@ -96,7 +98,31 @@ def joined(dtype: torch.dtype, shape: tuple[int, ...], parts: Sequence[Lazy]) ->
     return Lazy(dtype, shape, read)
 
 
-Block = tuple[tuple[int, ...], Lazy]  # where a part of a tensor begins, and its values
+Sizes = tuple[int, ...]
+Block = tuple[Sizes, Lazy]  # where a part of a tensor begins, and its values
+
+
+def fills(
+    shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> bool:
+    """Whether blocks, by offsets and sizes, fill a tensor, and no two of them overlap."""
+    covered, spans = 0, list[tuple[tuple[int, ...], tuple[int, ...]]]()
+    for begin, size in blocks:
+        if {len(begin), len(size)} != {len(shape)} or min((*begin, *size), default=0) < 0:
+            return False
+        end = tuple(map(add, begin, size))
+        if any(map(gt, end, shape)):
+            return False
+        covered += math.prod(size)
+        spans += [(begin, end)] if 0 not in size else []
+    spans.sort()
+    for number, (begin, end) in enumerate(spans):
+        for other, its_end in islice(spans, number + 1, None):
+            if other[:1] >= end[:1]:
+                break  # it begins behind this one, and so do the rest
+            if all(map(lt, other, end)) and all(map(lt, begin, its_end)):
+                return False
+    return covered == math.prod(shape)
 
 
 def assembled(dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[Block]) -> Lazy:

@@ -122,14 +122,14 @@ def _not_a_count(tokens: Any) -> Exception | None:
             return ValueError(
                 f"num_tokens has shape {tuple(tokens.shape)}, expected an integer or a 0-dim tensor"
             )
-        if tokens.is_complex():
+        if tokens.is_complex() or tokens.dtype == torch.bool:
             return TypeError(
                 f"num_tokens is {tokens.dtype}, expected an integer or a real 0-dim tensor"
             )
         if tokens.device.type != "cpu":
             return None
         tokens = tokens.item()
-    if not isinstance(tokens, Real):
+    if type(tokens) is bool or not isinstance(tokens, Real):
         return TypeError(
             f"num_tokens is a {type(tokens).__name__}, expected an integer or a 0-dim tensor"
         )
