@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import zero3
 from tests.support.models import WORLDS
+from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn, by_shard, check_parity
 from tests.support.stacks import WIDTH, Block, Stack, built, stack, train, words_of
 
@@ -109,6 +110,22 @@ def test_parameters_of_a_layer_that_computes_come_in_the_models_order(what: str)
         assert model[0].module.order == plain[0].order
         with zero3.full_params(model):
             assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+def test_parameters_of_a_layer_whose_chunk_was_cut_anew_come_in_the_models_order() -> None:
+    """Those that are whole have a chunk of their own, behind the others'."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(nn.Sequential(Listing("")), Listing, process_group=group)
+        zero3.param_groups(model, lambda name, info: {"whole": name in ("0.p0", "0.p3")})
+        assert torch.allclose(model(x), expected)
+        assert model[0].module.order == plain[0].order
+        with zero3.full_params(model):
+            assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+    plain, x = nn.Sequential(Listing("")), torch.ones(2, dtype=torch.float64)
+    expected = plain(x)
+    run_ranks(2, body)
 
 
 class Sharing(nn.Module):

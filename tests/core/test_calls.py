@@ -131,6 +131,22 @@ def test_no_grad_and_inference_mode_before_training(world_size: int, mode: Calla
 
 
 @WORLDS
+def test_a_layer_that_computes_gradients_by_itself_under_no_grad(world_size: int) -> None:
+    def with_gradients(module: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return module.a(x)
+
+    def program(model: nn.Module, turn: Turn) -> Tensor:
+        with torch.no_grad():
+            output: Tensor = model(turn.tensor(2, WIDTH))
+        loss = output.pow(2).mean()
+        loss.backward()
+        return loss
+
+    check_parity(lambda: seeded(calls(with_gradients)), program, world_size=world_size)
+
+
+@WORLDS
 def test_a_model_in_a_larger_graph_with_autograd_grad_and_retain_graph(world_size: int) -> None:
     """A plain module before it and one after it train by themselves, on every rank the same."""
     before, after = seeded(linear)[0], seeded(linear, seed=1)[0]

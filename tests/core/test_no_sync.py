@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero3
 from tests.support.footprint import BYTES, LAYERS, WIDTHS, Formula, make
 from tests.support.live import LiveBytes
-from tests.support.models import WORLDS, mlp
+from tests.support.models import WORLDS, Fuse, mlp
 from tests.support.ranks import ThreadCommunicator
 from tests.support.reference import (
     TOLERANCE,
@@ -247,6 +247,64 @@ def test_a_backward_that_breaks_drops_all_and_a_forward_that_breaks_drops_nothin
 
     wanted = {n: expected(2, range(n)) for n in (2, 3)}
     on_ranks(2, mlp, body)
+
+
+def test_a_backward_that_breaks_drops_what_a_rank_without_elements_has_kept() -> None:
+    """The caller's parts of the third rank are empty, so there nobody can see that kept gradients were dropped."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Affine() for _ in range(2)))
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        zero3.param_groups(model, lambda name, info: {"lr": float("bias" in name)})
+        assert group.rank < 2 or not sum(part.numel() for part in zero3.get_trainable_chunk(model))
+        turn, last = Turn(group.rank, 0, 3), model[-1].module
+        with zero3.no_sync(model):
+            model(batch(turn, 7)).pow(2).sum().backward()
+        last.blows = ("backward", KeyError)
+        with pytest.raises(KeyError):
+            model(batch(turn, 8)).pow(2).sum().backward()
+        last.blows = None
+        backwards(model, turn, range(2))
+        with zero3.full_gradients(model) as found:
+            assert_close(found, wanted, TOLERANCE, "gradients")
+
+    wanted = expected(3, range(2), build)
+    on_ranks(3, build, body)
+
+
+def test_zero_grad_drops_what_a_rank_without_elements_of_a_layer_has_kept() -> None:
+    """The third rank's optimizer has none of the first layer's elements to zero: the layer follows the others."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Affine(), nn.Linear(5, 5, dtype=torch.float64))
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        groups = zero3.param_groups(model, lambda name, info: {"lr": float("bias" in name)})
+        optimizer, turn = torch.optim.SGD(groups), Turn(group.rank, 0, 3)
+        with zero3.no_sync(model):
+            model(batch(turn, 7)).pow(2).sum().backward()
+        optimizer.zero_grad()
+        backwards(model, turn, range(2))
+        with zero3.full_gradients(model) as found:
+            assert_close(found, wanted, TOLERANCE, "gradients")
+
+    wanted = expected(3, range(2), build)
+    on_ranks(3, build, body)
+
+
+class Affine(nn.Module):
+    """Two elements, behind a fuse: its backward may break before a gradient has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.rand(1, dtype=torch.float64)) for _ in range(2))
+        self.blows: tuple[str, type[Exception]] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Fuse.apply(x * self.weight + self.bias, self)
 
 
 def test_ranks_of_which_one_alone_is_inside_are_told_so() -> None:

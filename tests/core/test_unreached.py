@@ -298,7 +298,9 @@ def test_state_of_unreached_parameters_is_saved_and_loaded(tmp_path: Path) -> No
         assert_close(values, plain.model.state_dict(), 1e-9, "after a step")
 
 
-@pytest.mark.parametrize("make", [sgd, lambda given: torch.optim.Rprop(given, lr=0.01), lambda given: Averaging(given)], ids=str)
+@pytest.mark.parametrize(
+    "make", [sgd, lambda given: torch.optim.Rprop(given, lr=0.01), lambda given: Averaging(given)], ids=["sgd", "rprop", "averaging"]
+)
 def test_chunks_take_the_state_of_plain_torch_where_a_parameter_has_none(make: Make) -> None:
     never: Use = lambda block, step, rank, ranks: {"a"}  # noqa: E731
     plain = Plain(2, never, make)

@@ -319,3 +319,19 @@ def test_report_counts_experts_also_of_quantised_ones() -> None:
         assert "4 of 8 experts stay here, tokens travel" in str(report) and "nf4(32, double)" in str(report)
 
     run_ranks(2, body)
+
+
+def test_report_counts_no_full_buffer_for_experts_at_home() -> None:
+    def body(group: Any) -> tuple[int, str, int]:
+        report = zero3.report(sharded(group, HOME))
+        return sum(report.gathered.values()), report.largest_layer, report.largest_layer_bytes
+
+    experts = re.compile(r"experts\.(up|down|bias)$")
+    others = [(name, parameter.nbytes) for name, parameter in made().named_parameters() if not experts.search(name)]
+    padding = 8 * 2 * len(others)  # at most one element of eight bytes a parameter and rank
+    own = [(name, nbytes) for name, nbytes in others if "experts" not in name]
+    blocks = [sum(nbytes for name, nbytes in own if name.startswith(f"blocks.{number}.")) for number in range(2)]
+    for gathered, layer, nbytes in run_ranks(2, body):
+        total = sum(nbytes for _, nbytes in others)
+        assert total <= gathered <= total + padding
+        assert "experts" not in layer and max(blocks) <= nbytes <= max(blocks) + padding

@@ -109,6 +109,18 @@ def test_backward_inputs_may_be_all_chunks_and_other_leaves(shard: Any, world_si
         assert_close(found, {name: p.grad for name, p in plain.named_parameters()}, TOLERANCE, "gradients")
 
 
+def test_backward_inputs_of_all_chunks_are_what_a_backward_without_is_on_another_rank() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = in_sequence(models[group.rank], process_group(group), ShardingPolicy())
+        for _ in range(2):  # the second time ranks know that way, and compare nothing
+            model.zero_grad()
+            loss_of(model, group.rank, 9).backward(inputs=None if group.rank == 0 else zero3.get_trainable_chunk(model))
+            assert_close(found_in(model), wanted, TOLERANCE, "gradients")
+
+    models, wanted = [mlp() for _ in range(2)], by_plain(2, [], (9,))
+    run_ranks(2, body)
+
+
 def test_backward_inputs_under_no_sync_and_step_guard() -> None:
     models = [mlp() for _ in range(2)]
 

@@ -20,6 +20,7 @@ from tests.support.models import WIDTH, WORLDS, seeded
 from tests.support.offloaded import in_files
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
+from tests.support.uneven import joined_threads
 from zero3 import ShardingPolicy
 from zero3.core.chunk import Chunk
 from zero3.scratch.mapped_files import MappedFiles
@@ -56,6 +57,20 @@ def test_pages_leave_the_process_after_use(tmp_path: Path) -> None:
 
     for world_size in (1, 2):
         on_ranks(world_size, body, tmp_path)
+
+
+def test_pages_leave_a_rank_without_data_that_only_takes_part(tmp_path: Path) -> None:
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], policy=ShardingPolicy(offload=tmp_path), process_group=group)
+        with joined_threads(group, model, lambda: None) as uneven:
+            for _ in range(2 * group.rank):
+                model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+                uneven.step()
+        for chunk in chunks_of(model):
+            assert of_pages(chunk.shard, "Rss") == 0
+
+    models = [seeded(Model)[0] for _ in range(2)]
+    run_ranks(2, body)
 
 
 def test_no_chunk_rests_between_its_fetch_and_its_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,3 +179,18 @@ def test_values_that_full_params_has_shown_are_gone_afterwards(world_size: int) 
             sharded_losses(model)
 
     on(world_size, original, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_params_inside_inference_mode_shows_values_that_autograd_takes(world_size: int) -> None:
+    """As it does with parameters that are not quantised."""
+
+    def body(model: nn.Module, group: Any, rank: int) -> None:
+        model = sharded(model, group)
+        with torch.inference_mode(), zero3.full_params(model), torch.inference_mode(False):
+            for parameter in model.parameters():
+                one = torch.ones((), dtype=parameter.dtype, requires_grad=True)
+                (gradient,) = torch.autograd.grad((parameter.detach() * one).sum(), one)
+                torch.testing.assert_close(gradient, parameter.detach().sum())
+
+    on(world_size, original, body)

@@ -323,6 +323,39 @@ def test_after_an_exception_that_has_left_the_joinables_context_ranks_train_on()
     assert all(isinstance(gradient, Tensor) for gradients in run_ranks(2, body) for gradient in gradients)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_after_the_joinables_context_a_model_and_its_step_make_no_more_transfers_than_before(apart: bool) -> None:
+    """Also if ranks came apart inside, which each of them finds by itself."""
+    models = [plain(Plan()) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model, loss = sharded(Plan(), models[group.rank], group)
+
+        def transfers(step: Callable[[], Any]) -> list[Any]:
+            begin = len(group.log)
+            loss(model, words(group.rank, 0, 0)).backward()
+            step()
+            return group.log[begin:]
+
+        transfers(lambda: None)  # from here on ranks know the way
+        before = transfers(lambda: None)
+        expected = pytest.raises(RuntimeError, match="have come apart") if apart else contextlib.nullcontext()
+        with expected, joined_threads(group, model, lambda: None) as uneven:
+            output = loss(model, words(group.rank, 0, 0))
+            if apart and group.rank == 0:
+                output = loss(model, words(0, 0, 0))
+            output.backward()
+            uneven.step()
+            if group.rank == 1:
+                loss(model, words(1, 1, 0)).backward()
+                uneven.step()
+        zero3.reset(model)
+        transfers(lambda: None)
+        assert transfers(uneven.step) == before
+
+    run_ranks(2, body)
+
+
 def fail_in_the_first_guard(trial: Trial) -> None:
     with zero3.step_guard(trial.model), trial.model[2].register_forward_pre_hook(partial(fail, trial.rank)):
         trial.loss().backward()

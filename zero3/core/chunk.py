@@ -552,7 +552,6 @@ class Chunk:
 
     # -- values from rank 0
 
-    @torch.no_grad()
     def scatter(self) -> None:
         """Cuts rank 0's full buffer into the chunks of all ranks."""
         if self.face.read_only:

@@ -246,10 +246,9 @@ class Runtime:
             return
         self._order.finish(self.layers[0], self)
         self._pass.last, self._pass.trace = self._pass.trace, None
-        kept = self._pass.lingering if self._pass.last is not None and self._pass.last.calls else []
         self.stack.await_no_calls()
         for state in self.layers:
-            if state in kept:
+            if state in self._pass.lingering:
                 state.keep()
             elif state.presence is not Presence.RELEASED:
                 self.backward.release(state)
