@@ -108,7 +108,7 @@ def test_every_floor_is_inhabited() -> None:
 
 # Files outside comm that read a communicator's `rank`, `shard_rank` or `replica`, and how often. The list only ever shrinks.
 RANKS_READ = {
-    "access": 1, "checkpoint/contents": 2, "commands/plan": 1, "core/chunk": 1,
+    "access": 1, "checkpoint/contents": 2, "core/chunk": 1,
     "build/construction": 2, "diagnose/report": 1,
     "integrations/trainer_checkpoints": 3, "integrations/transformers": 1, "optim/clipping": 1, "optim/norms": 1, "planning/absent": 1,
     "planning/setup": 2, "planning/watching": 1, "resilience/replay": 1, "resilience/step_guard": 1,

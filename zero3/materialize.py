@@ -18,8 +18,7 @@ from .checkpoint.random_state import generators, restore
 from .comm.agreement import agree
 from .comm.communicator import is_first
 from .core.layer_state import LayerState
-from .initial_values.layers import Command, Commands, Hand
-from .initial_values.others import Others
+from .initial_values import Command, Commands, Hand, Others
 from .modules import named, plain_modules
 
 __all__: list[str] = []

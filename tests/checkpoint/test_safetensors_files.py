@@ -48,7 +48,7 @@ def test_reads_what_the_package_wrote(tmp_path: Path, monkeypatch: pytest.Monkey
         for start, stop in [(0, flat.numel()), (1, 2), (5, 60), (70, 77), (3, 3)]:
             if stop <= flat.numel():
                 found = torch.zeros(stop - start, dtype=tensor.dtype)
-                files.read(files.tensors[name], start, found)
+                files.tensors[name].read(start, found)
                 assert torch.equal(found.view(torch.uint8), flat[start:stop].view(torch.uint8)), (name, start, stop)
     files.close()
 
@@ -58,7 +58,7 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(safetensors_files, "read_bytes", lambda file, offset, into: whole(file, offset, into[:5]))
     save_file({"a": torch.arange(100.0)}, tmp_path / "model.safetensors")
     files, found = SafetensorsFiles(tmp_path), torch.zeros(50)
-    files.read(files.tensors["a"], 25, found)
+    files.tensors["a"].read(25, found)
     assert torch.equal(found, torch.arange(25.0, 75.0))
     files.close()
 
@@ -68,7 +68,7 @@ def test_a_file_that_ends_while_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(200)
     with pytest.raises(RuntimeError, match=r"ended within 'a'"):
-        files.read(files.tensors["a"], 0, torch.zeros(100))
+        files.tensors["a"].read(0, torch.zeros(100))
     files.close()
 
 

@@ -22,7 +22,7 @@ from tests.support.deepspeed_files import write_zero3
 from tests.support.processes import Rank, on_ranks
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import process_group
-from zero3.formats.lazy import Lazy
+from zero3.checkpoint.lazy import Lazy
 from zero3.formats.pickled import Made
 from zero3.formats.torch_files import TorchFile
 

@@ -21,8 +21,8 @@ from tests.formats.test_round_trips import convert, fails
 from tests.support.checkpoints import assert_same
 from tests.support.deepspeed_files import write_zero3
 from zero3.formats import torch_files
-from zero3.formats.lazy import Lazy, held, mapped, same
-from zero3.formats.torch_files import TorchFile
+from zero3.formats.torch_files import Lazy, TorchFile
+from zero3.formats.values import mapped, same
 
 KINDS = ["zero3", "torch", "dcp", "deepspeed"]
 
@@ -229,7 +229,7 @@ def test_convert_names_what_of_deepspeed_it_does_not_read(tmp_path: Path, capsys
 def change(path: Path, how: Callable[[Any], Any]) -> None:
     """Pickles that name DeepSpeed's classes can't be loaded here, and are read and written as data."""
     with FileIO(str(path)) as file:
-        value = mapped(TorchFile(file, "").value, lambda leaf: held(leaf.tensor()) if isinstance(leaf, Lazy) else leaf)
+        value = mapped(TorchFile(file, "").value, lambda leaf: torch_files.as_lazy(leaf.tensor()) if isinstance(leaf, Lazy) else leaf)
     path.unlink()
     with FileIO(str(path), "x") as file:
         torch_files.write(file, 0, how(value), lambda nbytes: None)

@@ -17,13 +17,14 @@ from tests.checkpoint.test_nothing_is_unpickled import Trap
 from tests.support.checkpoints import assert_same
 from zero3.checkpoint.safetensors_files import DTYPES
 from zero3.formats import torch_files
-from zero3.formats.lazy import Lazy, mapped
 from zero3.formats.trees import run_of
+from zero3.formats.values import mapped
 
 
 def read(path: Path) -> Any:
     with FileIO(str(path)) as file:
-        return mapped(torch_files.TorchFile(file, str(path)).value, lambda leaf: leaf.tensor() if isinstance(leaf, Lazy) else leaf)
+        value = torch_files.TorchFile(file, str(path)).value
+        return mapped(value, lambda leaf: leaf.tensor() if isinstance(leaf, torch_files.Lazy) else leaf)
 
 
 def write(path: Path, value: Any) -> None:

@@ -11,8 +11,7 @@ from transformers import core_model_loading as loading
 
 from tests.huggingface.test_conversions import not_yet
 from zero3.huggingface import index_maps
-from zero3.huggingface.index_maps import IndexMap, Joined, Whole
-from zero3.huggingface.tracing import TracedTensor, Untraceable, traced
+from zero3.huggingface.index_maps import IndexMap, Joined, TracedTensor, Untraceable, Whole, traced
 
 # Operations of transformers' as they are written there; shapes by pattern; targets.
 OPERATIONS: dict[str, tuple[dict[str, list[tuple[int, ...]]], list[str]]] = {

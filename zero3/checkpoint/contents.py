@@ -15,6 +15,7 @@ from ..comm.communicator import is_first
 from ..comm.plain_values import name_of
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
+from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
 from ..faces.quantised import weight_of
 from ..names import named_tensors
@@ -58,10 +59,8 @@ class NamedSpan(NamedTuple):
 
 class Contents:
     """Every parameter under its first name, and the tensors that are in no chunk: buffers, mostly.
-
-    Raises:
-        RuntimeError: The call is inside `full_params` or `resident`, where the chunks may not hold
-            the latest values.
+    Raises RuntimeError if the call is inside `full_params` or `resident`, where the chunks may not
+    hold the latest values.
     """
 
     def __init__(self, model: nn.Module, doing: str, *, as_values: bool = False) -> None:
@@ -214,6 +213,12 @@ def check_released(states: Iterable[LayerState], doing: str) -> None:
             f"{doing} inside full_params or resident: layer {pinned.label} is whole there. Call "
             "it before or after."
         )
+
+
+def piece_of(sharded: ShardedParameter) -> Piece | None:
+    """What this rank's chunk holds of the parameter. None: nothing."""
+    slot = sharded.chunk.layout.slots[sharded.index]
+    return next((piece for piece in sharded.chunk.pieces if piece.slot is slot), None)
 
 
 def listed(problems: Mapping[str, Sequence[str]]) -> list[str]:

@@ -51,10 +51,8 @@ def takers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     """Converts `values` to what JSON can hold. Tensors are appended to `tensors`, and their numbers
-    stand for them.
-
-    Raises:
-        TypeError: A value could only be pickled, or a tensor has no values. The error names it.
+    stand for them. Raises TypeError if a value could only be pickled, or a tensor has no values.
+    The error names it.
     """
 
     def put(tensor: Tensor) -> int:
@@ -72,10 +70,8 @@ def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
 def sent_from_rank_0(
     communicator: Communicator, device: torch.device, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns rank 0's `values` on every rank, with tensors on the CPU. Every rank calls it.
-
-    Raises:
-        TypeError: A value could only be pickled. Every rank raises it.
+    """Returns rank 0's `values` on every rank, with tensors on the CPU. Every rank calls it. Raises
+    TypeError if a value could only be pickled. Every rank raises it.
     """
     tensors: list[Tensor] = []
     text = ""
@@ -106,10 +102,7 @@ def set_extra_states(
     caller: str,
 ) -> None:
     """Gives each module its own value. Every rank calls it, with the same `values`, after
-    everything else has been loaded.
-
-    Raises:
-        RuntimeError, ...: A module has refused its value. Every rank raises the module's error.
+    everything else has been loaded. If a module refuses its value, every rank raises its error.
     """
     takers = takers_of(model)
     if not takers:

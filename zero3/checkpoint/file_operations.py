@@ -19,11 +19,8 @@ _AT_ONCE = 512  # buffers a call: below the limit of any system (IOV_MAX)
 
 
 def directory_of(path: str | os.PathLike[str]) -> Path:
-    """The directory that a caller has named.
-
-    Raises:
-        TypeError: It is no path.
-        ValueError: It is an empty text.
+    """The directory that a caller has named. Raises TypeError if it is no path, and ValueError if
+    it is an empty text.
     """
     if not os.fspath(path):
         raise ValueError('the path is an empty text: "." is the working directory')
@@ -104,11 +101,8 @@ def remove(path: Path) -> None:
 def becoming(path: Path) -> Iterator[Path]:
     """Yields a place to write a file or a directory to, which becomes `path` at the end; nothing,
     or an empty directory, is there. What raises inside leaves nothing. What a killed process has
-    left is taken away.
-
-    Raises:
-        ValueError: Another process writes it at this moment, or has written it; `path` is a
-            symbolic link; or where it would be written lies something else.
+    left is taken away. Raises ValueError if another process writes it at this moment, or has
+    written it; `path` is a symbolic link; or where it would be written lies something else.
     """
     path = Path(os.path.abspath(path))
     if path.is_symlink():

@@ -142,10 +142,8 @@ def load_full_state_dict(
     first = states[0]
     given: dict[str, Any] = {}
     with agreeing(first.communicator, first.device, "load_full_state_dict") as lines:
-        lines.append(
-            "inside full_params or resident: "
-            f"{', '.join(state.label for state in states if state.pinned)}"
-        )
+        pinned = ", ".join(state.label for state in states if state.pinned)
+        lines.append(f"inside full_params or resident: {pinned}")
         takers = takers_of(model)
         if is_first(first.communicator):
             given = _checked(model, states, state_dict, takers, strict)
@@ -185,11 +183,8 @@ def _load_others(model: nn.Module, states: list[LayerState], values: Mapping[int
 @torch.no_grad()
 def _load_layer(state: LayerState, values: Mapping[int, Tensor], inside: set[int]) -> None:
     """Parameters without values that are not `inside` go on without: they only share a chunk."""
-    outside = [
-        (each.chunk, each.index)
-        for each in state.parameters
-        if each.index in each.chunk.unloaded and id(each.sites.parameter) not in inside
-    ]
+    beside = (each for each in state.parameters if id(each.sites.parameter) not in inside)
+    outside = [(e.chunk, e.index) for e in beside if e.index in e.chunk.unloaded]
     pin_unloaded(state)
     try:
         for sharded in state.parameters:
@@ -237,10 +232,8 @@ def _checked(
     takers: Mapping[str, nn.Module],
     strict: bool,
 ) -> dict[str, Any]:
-    """Returns rank 0's dict under the model's own names.
-
-    Raises:
-        ValueError, TypeError: The dict does not fit the model. One error names all problems.
+    """Returns rank 0's dict under the model's own names. Raises ValueError or TypeError if the dict
+    does not fit the model. One error names all problems.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(

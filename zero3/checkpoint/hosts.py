@@ -18,8 +18,9 @@ from torch import Tensor
 from ..comm.agreement import agreeing, exchange_texts
 from ..core.layer_state import LayerState
 from . import file_operations, manifest
+from .lazy import bytes_of
 from .manifest import Manifest
-from .safetensors_files import bytes_of, fill
+from .safetensors_files import fill
 from .safetensors_writing import write_text
 
 __all__: list[str] = []
@@ -80,9 +81,7 @@ class Hosts:
 
     def deliver(self, parcels: Sequence[Parcel], source: Path, target: Path, caller: str) -> None:
         """Copies files from ranks' directories `source` to others' `target`. All ranks call it.
-
-        Raises:
-            OSError: A rank could not read or write. Every rank raises it, when all is sent.
+        Raises OSError if a rank could not read or write. Every rank raises it, when all is sent.
         """
         try:
             with agreeing(self._communicator, self._device, f"the copies of {caller}", caller):
@@ -118,9 +117,9 @@ class Hosts:
         ranks, taken = self._communicator, torch.empty(takes[2] if takes else 0, dtype=torch.uint8)
         if ranks.shards != ranks.world_size:  # on a mesh no all-to-all is among all ranks
             for parcel, _, nbytes in pieces:
-                own = parcel.source == self.me
-                passing = sent if own else torch.empty(nbytes, dtype=torch.uint8)
-                passing = passing.to(self._device)
+                passing = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                if parcel.source == self.me:
+                    passing.copy_(sent)
                 ranks.broadcast(passing, parcel.source)
                 if parcel.target == self.me:
                     taken = passing.cpu()
@@ -195,10 +194,7 @@ class PartsOfHosts:
         self._assembled = path / f"data-{self.hosts.token}"
 
     def check(self) -> None:
-        """
-        Raises:
-            ValueError: No host has one of the files.
-        """
+        """Raises ValueError if no host has one of the files."""
         if lacking := [name for name, ranks in self.seen.items() if not ranks]:
             raise ValueError(
                 f"{self._path}: no host here has {lacking[0]}, which rank "
@@ -224,10 +220,8 @@ class PartsOfHosts:
 
     def bring(self, needed: set[str]) -> set[str]:
         """Brings the files that the ranks of each host need, and that it lacks, into its directory.
-        Returns the others, of which nobody knows whether they are right.
-
-        Raises:
-            ValueError: A file that is read or sent is not as it was saved. Every rank raises it.
+        Returns the others, of which nobody knows whether they are right. Raises ValueError if a
+        file that is read or sent is not as it was saved. Every rank raises it.
         """
         first = self._first
         texts = exchange_texts(first.communicator, first.device, json.dumps(sorted(needed)))
@@ -261,7 +255,7 @@ class PartsOfHosts:
                 seen = [rank for rank in self.seen[name] if rank in ranks]
                 if seen and seen[manifest.number_of(name) % len(seen)] == self.hosts.me:
                     try:
-                        manifest.verify(self.found, [name], 0, 1)
+                        manifest.verify(self.found, [name])
                     except OSError as error:
                         raise ValueError(str(error)) from error
 
@@ -287,10 +281,8 @@ class PartsOfHosts:
 
 
 def parts_of(path: str | os.PathLike[str], first: LayerState) -> PartsOfHosts | None:
-    """None: the checkpoint is where all ranks see it, or nowhere. Every rank calls it.
-
-    Raises:
-        ValueError: Hosts have different checkpoints there. All ranks raise it.
+    """None: the checkpoint is where all ranks see it, or nowhere. Every rank calls it. Raises
+    ValueError if hosts have different checkpoints there. All ranks raise it.
     """
     if first.communicator.world_size == 1:
         return None

@@ -17,15 +17,17 @@ from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
 from ..modules import named
 from ..optim.several import Optimizers, Together
+from ..quantized.sections import StoredRows
 from . import manifest, random_state
 from .contents import Contents, NamedSpan, differences, names_apart
 from .extra_state import extra_state_modules, set_extra_states
 from .hosts import PartsOfHosts, parts_of
+from .lazy import Lazy
 from .manifest import Manifest
 from .meta_buffers import initialise, put
 from .placing import Placing, place
 from .ranges import Ranges
-from .safetensors_files import SafetensorsFiles, Stored
+from .safetensors_files import SafetensorsFiles
 from .saved_optimizer import Held, OptimizerContents, contents_of, held_by
 from .value_hashes import value_hashes
 
@@ -107,6 +109,7 @@ class _Loader:
         self._optimizer: Together | None = None
         self._held: list[Held] = []
         self._placing: Placing | None = None
+        self._state: dict[tuple[str, str], Lazy] = {}  # of the optimizer, by name and key
         # quantised parameters that were saved as 0.1 stored them, and lie in rows here
         self._in_one_row: set[str] = set()
         self._parts: PartsOfHosts | None = None  # of a checkpoint that lies on several hosts
@@ -191,7 +194,7 @@ class _Loader:
     def _check(self, found: Manifest, contents: Contents) -> None:
         """Raises ValueError if the checkpoint does not fit the model."""
         saved, expected = found.content["tensors"], contents.description()
-        self._untie(saved, contents)
+        self._untie(found, contents)
         for name in contents.parameters:
             rows, shape = contents.rows(name), saved.get(name, {}).get("shape")
             if rows is not None and shape == [rows.whole_nbytes]:
@@ -213,8 +216,7 @@ class _Loader:
                 f"{', '.join(left_out)}"
             )
         for name in [*(stored if self._weights else ()), *contents.others]:
-            numel = torch.Size(saved[name]["shape"]).numel()
-            self._ranges.check("parameter", name, numel, saved[name]["dtype"])
+            self._saved(found, name)  # raises if it is not all there
 
     def _compare_base(self, found: Manifest, contents: Contents) -> None:
         """Raises ValueError if frozen parameters that were not saved have other values here."""
@@ -231,23 +233,18 @@ class _Loader:
                 "that it was trained on first (zero3.load_pretrained)."
             )
         if bare and contents.is_first:
-            _log.warning(
-                "%s was saved over a base, and is loaded before it: %d frozen parameters have no "
-                "values yet",
-                self._path,
-                len(bare),
-            )
+            what = "%s was saved over a base, and is loaded before it: %d frozen parameters have "
+            _log.warning(f"{what}no values yet", self._path, len(bare))
 
-    def _untie(self, saved: dict[str, Any], contents: Contents) -> None:
+    def _untie(self, found: Manifest, contents: Contents) -> None:
         """Removes further names of tied parameters. Systems that know no ties store a value for
         each name; the values have to be equal.
         """
+        saved = found.content["tensors"]
         for first, *others in contents.names.values():
             for name in (other for other in others if first in saved and other in saved):
-                numel = torch.Size(saved[first]["shape"]).numel()
-                if saved[name] != saved[first] or not self._ranges.same(
-                    "parameter", first, name, numel
-                ):
+                both = (self._saved(found, each).pieces() for each in (first, name))
+                if saved[name] != saved[first] or any(a != b for a, b in zip(*both, strict=True)):
                     raise ValueError(
                         f"{self._path}: {first} and {name} are one parameter here, and have "
                         "different values there"
@@ -261,9 +258,7 @@ class _Loader:
             self._placing = place(optimizer, self._held, own, source, contents)
             for name, state in source.state.items():
                 for key, (dtype, shape) in state.tensors(contents.shape(name)).items():
-                    if key in state.elements or self._ranges.holds(f"state:{key}", name):
-                        numel = torch.Size(shape).numel()
-                        self._ranges.check(f"state:{key}", name, numel, dtype)
+                    self._state[name, key] = self._ranges.tensor(f"state:{key}", name, shape, dtype)
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
         """Changes values. If a read fails, all parameters that it should have filled count as
@@ -276,13 +271,13 @@ class _Loader:
             with self._agreeing("what load_checkpoint filled") as lines:
                 try:
                     self._fill_optimizer()
-                    others = {name: self._other(name, contents) for name in contents.others}
+                    others = {n: self._other(found, n, contents.number) for n in contents.others}
                     extra = decode(found.content["extra"], self._extra)
                     extra_states = {
                         name: decode(value, self._extra)
                         for name, value in found.content["extra_states"].items()
                     }
-                    self._fill_chunks(contents, set(stored))
+                    self._fill_chunks(found, contents, set(stored))
                     computed = initialise(self._model, contents.states)
                 except Exception as error:
                     raise RuntimeError(
@@ -314,65 +309,54 @@ class _Loader:
         """Fills the new state, which the optimizer does not hold yet."""
         if self._placing is not None:
             for name, key, start, values in self._placing.targets:
-                if self._ranges.holds(f"state:{key}", name):
-                    self._ranges.read(f"state:{key}", name, start or 0, values.view(-1))
-                else:
-                    stored = self._at(f"whole:{key}:{name}")
-                    self._files.read(stored, start or 0, values.view(-1))
+                self._state[name, key].read(start or 0, values.view(-1))
 
-    def _fill_chunks(self, contents: Contents, stored: set[str]) -> None:
+    def _fill_chunks(self, found: Manifest, contents: Contents, stored: set[str]) -> None:
         for state in contents.states:
             state.release()  # a full buffer that a forward has left would hold old values
         for chunk in contents.chunks():
             for span in contents.spans(chunk):
                 if span.name in stored:
-                    self._read(span, contents, span.of(chunk.shard.data))
+                    kept = span.of(chunk.shard.data)
+                    self._read(self._saved(found, span.name), span, contents.rows(span.name), kept)
         for name in stored:
             contents.parameters[name].chunk.unloaded.discard(contents.parameters[name].index)
         # graphs built before are stale
         torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])
 
-    def _read(self, span: NamedSpan, contents: Contents, kept: Tensor) -> None:
-        name, rows = span.name, contents.rows(span.name)
-        if rows is None or name not in self._in_one_row:
-            self._ranges.read("parameter", name, span.start, kept)
+    def _read(self, saved: Lazy, span: NamedSpan, rows: StoredRows | None, kept: Tensor) -> None:
+        if rows is None or span.name not in self._in_one_row:
+            saved.read(span.start, kept)
             return
         offsets = {section.name: section.offset for section in rows.whole}
 
         def read(section: str, byte: int, target: Tensor) -> None:
-            self._ranges.read("parameter", name, offsets[section] + byte, target)
+            saved.read(offsets[section] + byte, target)
 
         rows.fill(span.start, kept, read)
 
-    def _at(self, name: str) -> Stored:
-        if (stored := self._files.tensors.get(name)) is None:
-            raise ValueError(f"there is no {name!r}")
-        return stored
-
-    def _tensor(self, name: str) -> Tensor:
-        stored = self._at(name)
-        value = torch.empty(stored.shape, dtype=stored.dtype)
-        self._files.read(stored, 0, value.view(-1))
-        return value
+    def _saved(self, found: Manifest, name: str) -> Lazy:
+        described = found.content["tensors"][name]
+        return self._ranges.tensor("parameter", name, described["shape"], described["dtype"])
 
     def _extra(self, number: int) -> Tensor:
-        return self._tensor(f"extra:{number}")
+        if (stored := self._files.tensors.get(f"extra:{number}")) is None:
+            raise ValueError(f"there is no 'extra:{number}'")
+        return stored.tensor()
 
-    def _other(self, name: str, contents: Contents) -> Tensor:
-        """Returns this rank's own value of a buffer if the checkpoint holds one, and otherwise the
-        value that all ranks share.
+    def _other(self, found: Manifest, name: str, number: int) -> Tensor:
+        """This rank's own value of a buffer if the checkpoint holds one, and otherwise the value
+        that all ranks share.
         """
-        if (own := f"other:{contents.number}:{name}") in self._files.tensors:
-            return self._tensor(own)
-        value = torch.empty(contents.shape(name), dtype=contents.dtype(name))
-        self._ranges.read("parameter", name, 0, value.view(-1))
-        return value
+        own = self._files.tensors.get(f"other:{number}:{name}")
+        return (own or self._saved(found, name)).tensor()
 
     def _restore_random(self, found: Manifest, contents: Contents) -> None:
         prefix = f"random:{contents.number}:"
-        for name in found.names("model")[contents.number : contents.number + 1]:
-            metadata = self._files.metadata[name]
+        for file in found.names("model")[contents.number : contents.number + 1]:
+            metadata = self._files.metadata[file]
             if "random" in metadata:  # a converted one has none
-                own = [name for name in self._files.tensors if name.startswith(prefix)]
-                tensors = {name.removeprefix(prefix): self._tensor(name) for name in own}
+                stored = self._files.tensors.items()
+                own = {n.removeprefix(prefix): each for n, each in stored if n.startswith(prefix)}
+                tensors = {kind: each.tensor() for kind, each in own.items()}
                 random_state.restore(contents.device, tensors, metadata["random"])

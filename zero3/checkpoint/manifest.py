@@ -15,7 +15,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -71,10 +71,7 @@ class Manifest:
         return [name for name in self.files if name.startswith(kind)]
 
     def check_values(self) -> None:
-        """
-        Raises:
-            ValueError: It does not hold the values of all parameters, or not as numbers.
-        """
+        """Raises ValueError if it does not hold the values of all parameters, or not as numbers."""
         tensors = self.content["tensors"]
         if lacking := [name for name, described in tensors.items() if not described["stored"]]:
             raise ValueError(
@@ -116,11 +113,8 @@ def number_of(file: str) -> int:
 
 def read(path: str | os.PathLike[str]) -> Manifest:
     """Reads a checkpoint's manifest, and checks that exactly the files that it names exist, with
-    their sizes.
-
-    Raises:
-        ValueError: There is no checkpoint, or it was changed. The error names the file.
-        OSError: The file system reports an error.
+    their sizes. Raises ValueError if there is no checkpoint, or if it was changed. It names the
+    file.
     """
     directory = file_operations.directory_of(path)
     if not (directory / NAME).is_file():
@@ -152,11 +146,9 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 
 @contextmanager
 def reading(manifest: Manifest) -> Iterator[None]:
-    """Context for code that reads `content`, which may have any structure.
-
-    Raises:
-        ValueError: The structure is not the one that a save writes. It replaces Python's own error
-            (KeyError, TypeError, ...).
+    """Context for code that reads `content`, which may have any structure. Raises ValueError if the
+    structure is not the one that a save writes. It replaces Python's own error (KeyError,
+    TypeError, ...).
     """
     try:
         yield
@@ -216,34 +208,32 @@ def _own_hash(content: dict[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def verify(manifest: Manifest, names: Iterable[str], rank: int, world_size: int) -> int:
+def verify(
+    manifest: Manifest,
+    names: Iterable[str],
+    rank: int = 0,
+    world_size: int = 1,
+    advance: Callable[[int], object] = lambda nbytes: None,
+) -> None:
     """Reads this rank's share of the blocks of the named files, and compares their hashes. All
-    ranks together read all blocks.
-
-    Returns:
-        The number of bytes that this rank has read.
-
-    Raises:
-        ValueError: A file was changed after the save.
-        OSError: The file system reports an error.
+    ranks together read all blocks. `advance` is told of the bytes of each. Raises ValueError if a
+    file was changed after the save.
     """
     files = manifest.files
     every = [(name, number) for name in names for number in range(len(files[name].blocks))]
     mine = every[len(every) * rank // world_size : len(every) * (rank + 1) // world_size]
     longest = max((files[name].nbytes for name, _ in mine), default=0)
     buffer = memoryview(bytearray(min(BLOCK_BYTES, longest)))
-    nbytes = 0
     for name, blocks in groupby(mine, key=itemgetter(0)):
         with FileIO(os.fspath(manifest.data / name)) as file:
             for _, number in blocks:
                 block = buffer[: fill(file, number * BLOCK_BYTES, buffer)]
-                nbytes += len(block)
+                advance(len(block))
                 if sha256(block).hexdigest() != files[name].blocks[number]:
                     where = f"bytes {number * BLOCK_BYTES} to {number * BLOCK_BYTES + len(block)}"
                     raise ValueError(
                         f"{manifest.data / name} is corrupt: its {where} are not what was saved"
                     )
-    return nbytes
 
 
 def clean(directory: Path, keep: str | None) -> None:

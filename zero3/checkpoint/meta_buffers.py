@@ -8,7 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +48,8 @@ def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
         mark_ignored(new, state)
 
 
-class _MetaBuffer(NamedTuple):
-    """A buffer's name in errors, and its device."""
-
-    name: str
-    device: torch.device
-
-
-Wanted = dict[nn.Module, dict[str, _MetaBuffer]]  # module -> attribute -> the buffer's place
+# of a module's attributes: the buffer's name in errors, and its device
+Wanted = dict[nn.Module, dict[str, tuple[str, torch.device]]]
 
 
 def initialise(model: nn.Module, states: list[LayerState]) -> list[tuple[str, Tensor]]:
@@ -92,7 +86,7 @@ def _on_meta(states: list[LayerState]) -> Wanted:
             buffer = owner._buffers.get(attribute)
             left_out = attribute in owner._non_persistent_buffers_set
             if buffer is not None and buffer.is_meta and left_out:
-                place = _MetaBuffer(f"{name} of layer {state.label}", state.device)
+                place = f"{name} of layer {state.label}", state.device
                 wanted.setdefault(owner, {})[attribute] = place
     return wanted
 
@@ -135,15 +129,15 @@ def _fill(
         written = {place: v for place, v in values.items() if is_written(v, blank[place])}
     # the buffers stay on meta, and the first forward raises an error that names them
     except Exception as error:
-        names = [place.name for attributes in wanted.values() for place in attributes.values()]
+        names = [name for attributes in wanted.values() for name, _ in attributes.values()]
         what = "%s: the buffers %s could not be computed: %s"
         _log.warning(what, type(root).__name__, ", ".join(names), error)
         return []
     filled: list[tuple[str, Tensor]] = []
     for (owner, attribute), value in written.items():
-        place, dtype = wanted[owner][attribute], blank[owner, attribute].dtype
-        owner._buffers[attribute] = own = value.to(device=place.device, dtype=dtype)
-        filled.append((place.name, own))
+        (name, device), dtype = wanted[owner][attribute], blank[owner, attribute].dtype
+        owner._buffers[attribute] = own = value.to(device=device, dtype=dtype)
+        filled.append((name, own))
     return filled
 
 
@@ -183,21 +177,15 @@ def twin(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) ->
     copy.__dict__ = own | {
         "_state_dict_pre_hooks": OrderedDict(),
         "_parameters": {
-            name: None
-            if value is None
-            else nn.Parameter(
-                torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False
-            )
+            name: value if value is None else nn.Parameter(_blank(value), requires_grad=False)
             for name, value in parameters_of(module)
             if not name.startswith(("trainable_chunk", "frozen_chunk"))
         },
-        "_buffers": {
-            name: None if value is None else torch.empty_like(value, device="meta")
-            for name, value in module._buffers.items()
-        },
-        "_modules": {
-            name: None if child is None else twin(child, copies)
-            for name, child in module._modules.items()
-        },
+        "_buffers": {n: b if b is None else _blank(b) for n, b in module._buffers.items()},
+        "_modules": {n: m if m is None else twin(m, copies) for n, m in module._modules.items()},
     }
     return copy
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

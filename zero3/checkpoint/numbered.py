@@ -57,7 +57,7 @@ def latest_checkpoint(
         latest = zero3.latest_checkpoint("/local/run", "/shared/run", model=model)
     """
     if model is None:
-        roots = _directories(directory, *others)
+        roots = [file_operations.directory_of(path) for path in (directory, *others)]
         check_run(run)
         if not others and run is None:
             numbered = [(number, path) for number, path, _ in _numbered(roots[0])]
@@ -66,15 +66,12 @@ def latest_checkpoint(
     first = used(model, "latest_checkpoint")[0]
     with agreeing(first.communicator, first.device, "latest_checkpoint") as lines:
         check_run(run)
-        roots = _directories(directory, *others)  # here: one rank's may be no path
+        # here: one rank's may be no path
+        roots = [file_operations.directory_of(path) for path in (directory, *others)]
         lines += [f"run: {run}", f"directories: {len(roots)}"]
         text = json.dumps(_views(roots, run))  # here: a disk may fail on one rank alone
     texts = exchange_texts(first.communicator, first.device, text)
     return _newest(roots, [json.loads(text) for text in texts], run, alone=False)
-
-
-def _directories(*paths: str | os.PathLike[str]) -> list[Path]:
-    return [file_operations.directory_of(path) for path in paths]
 
 
 _View = dict[str, Any]

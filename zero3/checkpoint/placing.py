@@ -150,11 +150,9 @@ def place(
     source: OptimizerContents,
     contents: Contents,
 ) -> Placing:
-    """Plans where the state of `source` goes, and allocates tensors for it.
-
-    Raises:
-        ValueError: Names are missing or unknown, options or steps differ within one parameter of
-            this optimizer, or the optimizer would not keep the state. One error names all problems.
+    """Plans where the state of `source` goes, and allocates tensors for it. Raises ValueError if
+    names are missing or unknown, options or steps differ within one parameter of this optimizer, or
+    the optimizer would not keep the state. One error names all problems.
     """
     problems = _problems_of_groups(optimizer, own, source, contents)
     problems += _problems_of_kinds(own, source)

@@ -8,28 +8,28 @@ tensor. So this file reads by itself. https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .lazy import STAGE_BYTES, Lazy, bytes_of
+
 __all__: list[str] = []
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors package
-STAGE_BYTES = 1 << 22  # of the buffer between a file and a chunk; a multiple of every dtype's size
 _INCOMPLETE = "the download may be incomplete"
 
 # the format's names
@@ -51,21 +51,6 @@ UNNAMED: tuple[tuple[str, torch.dtype], ...] = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One tensor in a file. `offset` is the place of its first byte in the file."""
-
-    name: str
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
 class SafetensorsFiles:
     """The open files of a checkpoint directory. All headers have been read and checked. The caller
     closes it.
@@ -83,7 +68,7 @@ class SafetensorsFiles:
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
         self.directory = Path(path)
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, Lazy] = {}  # whose `read` converts to any dtype and device
         self.metadata: dict[str, dict[str, str]] = {}  # of each file
         self.bytes_read = 0  # of tensors, by this object
         self._files: dict[str, FileIO] = {}
@@ -113,54 +98,50 @@ class SafetensorsFiles:
                 f"{path} is named by the index, but there is no such file: {_INCOMPLETE}"
             )
         file = self._files[name] = FileIO(os.fspath(path))
-        header, self.metadata[name], tensors = _read_header(file, path, name)
+        header, self.metadata[name], tensors = _read_header(file, path)
         self.listing.append(
             f"{name}: {os.fstat(file.fileno()).st_size} bytes, header "
             f"{sha256(header).hexdigest()[:16]}"
         )
-        for tensor in tensors:
-            if tensor.name in self.tensors:
-                other = self.tensors[tensor.name].file
+        for key, (dtype, shape, offset) in tensors.items():
+            if key in self.tensors:
                 raise ValueError(
-                    f"{tensor.name!r} is in {other} and again in {name}: expected every name once "
-                    f"in {self.directory}"
+                    f"{key!r} is in {self.tensors[key].file} and again in {name}: expected every "
+                    f"name once in {self.directory}"
                 )
-            self.tensors[tensor.name] = tensor
+            read = partial(self._read, key, name, dtype, offset)
+            self.tensors[key] = Lazy(dtype, shape, read, key, name)
 
-    def read(self, tensor: Stored, start: int, target: Tensor) -> None:
-        """Reads elements `[start, start + n)` of a flattened tensor into `target` `[n]`, and
-        converts them to its dtype and device.
+    def _read(
+        self, name: str, file: str, dtype: torch.dtype, offset: int, start: int, target: Tensor
+    ) -> None:
+        """Reads elements `[start, start + n)` of the tensor whose first byte is at `offset`.
 
         It reads into the target's memory if dtype and device allow that, and otherwise through a
-        buffer of a few MB.
-
-        Raises:
-            OSError: The file can't be read.
-            RuntimeError: The file ends early.
+        buffer of a few MB. Raises RuntimeError if the file ends early.
         """
-        size = tensor.dtype.itemsize
-        alike = target.dtype == tensor.dtype != torch.bool
+        size = dtype.itemsize
+        alike = target.dtype == dtype != torch.bool
         if alike and target.device.type == "cpu" and target.is_contiguous():
-            self._fill(tensor, tensor.offset + start * size, bytes_of(target))
+            self._fill(name, file, offset + start * size, bytes_of(target))
             return
         if not self._stage:
             self._stage = bytearray(STAGE_BYTES)
         # A bool of torch must be 0 or 1, and a file may hold any byte. The conversion from uint8
         # gives 0 or 1.
-        dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+        dtype = torch.uint8 if dtype == torch.bool else dtype
         step = STAGE_BYTES // size
         for done in range(0, target.numel(), step):
             count = min(step, target.numel() - done)
             staged = memoryview(self._stage)[: count * size]
-            self._fill(tensor, tensor.offset + (start + done) * size, staged)
+            self._fill(name, file, offset + (start + done) * size, staged)
             target[done : done + count].copy_(torch.frombuffer(staged, dtype=dtype))
 
-    def _fill(self, tensor: Stored, offset: int, view: memoryview) -> None:
+    def _fill(self, name: str, file: str, offset: int, view: memoryview) -> None:
         self.bytes_read += len(view)
-        if fill(self._files[tensor.file], offset, view) < len(view):
+        if fill(self._files[file], offset, view) < len(view):
             raise RuntimeError(
-                f"{self.directory / tensor.file} ended within {tensor.name!r}: was it "
-                "replaced meanwhile?"
+                f"{self.directory / file} ended within {name!r}: was it replaced meanwhile?"
             )
 
     def leave_out(self, names: Iterable[str]) -> None:
@@ -172,17 +153,6 @@ class SafetensorsFiles:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor, to read or write, without a copy. The view
-    keeps the tensor alive.
-    """
-    if not tensor.numel():
-        return memoryview(b"")
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.keeps_alive = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
 
 
 def read_bytes(file: FileIO, offset: int, into: memoryview) -> int:
@@ -235,9 +205,14 @@ def _names_of_files(directory: Path) -> tuple[list[str], dict[str, str]]:
     return sorted(set(weight_map.values())), weight_map
 
 
-def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, dict[str, str], list[Stored]]:
+# a tensor's dtype, its shape, and the place of its first byte
+_Place = tuple[torch.dtype, tuple[int, ...], int]
+
+
+def _read_header(file: FileIO, path: Path) -> tuple[bytes, dict[str, str], dict[str, _Place]]:
     size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(_exactly(file, 8, path), "little") if size >= 8 else 0
+    stream = BufferedReader(file)  # one raw read may return less than is asked for
+    length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
     if size < 8 or 8 + length > size:
         raise ValueError(f"{path} is cut off: {size} bytes, its header alone ends at {8 + length}")
     if length > LONGEST_HEADER:
@@ -245,7 +220,8 @@ def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, dict[str, 
             f"{path}: a header of {length} bytes, the format allows {LONGEST_HEADER}: not a "
             "safetensors file"
         )
-    header = _exactly(file, length, path)
+    header = stream.read(length)
+    stream.detach()
     entries = _parse(header, path)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(
@@ -254,23 +230,9 @@ def _read_header(file: FileIO, path: Path, name: str) -> tuple[bytes, dict[str, 
         raise ValueError(
             f"{path}: __metadata__ must map strings to strings, found {metadata!r:.80}"
         )
-    tensors = [_stored(key, entry, path, name, 8 + length) for key, entry in entries.items()]
-    spans = ((t.offset, t.offset + t.numel * t.dtype.itemsize, t.name) for t in tensors)
-    _check_spans(spans, path, 8 + length, size)
+    tensors = {key: _place_of(key, entry, path, 8 + length) for key, entry in entries.items()}
+    _check_spans(tensors, path, 8 + length, size)
     return header, metadata, tensors
-
-
-def _exactly(file: FileIO, count: int, path: Path) -> bytes:
-    """Reads the next `count` bytes. (One raw read may return less.)"""
-    found = bytearray()
-    while len(found) < count:
-        more = file.read(count - len(found))
-        if not more:
-            raise ValueError(
-                f"{path} is cut off: expected {count} more bytes of its header, found {len(found)}"
-            )
-        found += more
-    return bytes(found)
 
 
 def _parse(text: bytes, path: Path) -> dict[str, Any]:
@@ -294,7 +256,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     return parsed
 
 
-def _stored(key: str, entry: Any, path: Path, name: str, begin: int) -> Stored:
+def _place_of(key: str, entry: Any, path: Path, begin: int) -> _Place:
     dtypes = dict(DTYPES + UNNAMED)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(
@@ -312,15 +274,14 @@ def _stored(key: str, entry: Any, path: Path, name: str, begin: int) -> Stored:
         raise ValueError(
             f"{path} is corrupt: {key!r} has {found}, expected integers from 0 up, and two offsets"
         )
-    stored = Stored(key, name, dtypes[entry["dtype"]], tuple(shape), begin + offsets[0])
-    expected = stored.numel * stored.dtype.itemsize
+    dtype = dtypes[entry["dtype"]]
+    expected = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != expected:
         found = f"{offsets[1] - offsets[0]} bytes"
         raise ValueError(
-            f"{path} is corrupt: {key!r} has {found}, its shape {shape} of {stored.dtype} takes "
-            f"{expected}"
+            f"{path} is corrupt: {key!r} has {found}, its shape {shape} of {dtype} takes {expected}"
         )
-    return stored
+    return dtype, tuple(shape), begin + offsets[0]
 
 
 def _are_sizes(values: Any) -> bool:
@@ -329,17 +290,18 @@ def _are_sizes(values: Any) -> bool:
     )
 
 
-def _check_spans(spans: Iterable[tuple[int, int, str]], path: Path, begin: int, size: int) -> None:
+def _check_spans(tensors: Mapping[str, _Place], path: Path, begin: int, size: int) -> None:
     """Raises ValueError unless the tensors fill the file from the header's end, without overlaps
     and gaps.
     """
     end = begin
-    for start, stop, name in sorted(spans):
+    nbytes = {key: math.prod(shape) * dtype.itemsize for key, (dtype, shape, _) in tensors.items()}
+    for start, count, name in sorted((tensors[key][2], nbytes[key], key) for key in tensors):
         if start != end:
             raise ValueError(
                 f"{path} is corrupt: {name!r} starts at byte {start}, expected {end}: without "
                 "overlaps and gaps"
             )
-        end = stop
+        end = start + count
     if end != size:
         raise ValueError(f"{path} is cut off or corrupt: {size} bytes, its header describes {end}")

@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from io import FileIO
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import file_operations
-from .safetensors_files import DTYPES, LONGEST_HEADER, UNNAMED, bytes_of
+from .lazy import Lazy, bytes_of
+from .safetensors_files import DTYPES, LONGEST_HEADER, UNNAMED
 
 __all__: list[str] = []
 
@@ -34,29 +34,26 @@ class Written(NamedTuple):
 
 
 def header_of(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
-    metadata: Mapping[str, str],
-    *,
-    ours: bool = False,
+    tensors: Mapping[str, Any], metadata: Mapping[str, str], *, ours: bool = False
 ) -> bytes:
     """Returns the first bytes of a file that holds `tensors` in this order, up to the first value.
+    Of each the `dtype` and the `shape` count.
 
     `ours`: the file is part of a checkpoint, which may hold dtypes that the format does not know.
-
-    Raises:
-        ValueError: The format has no name for a dtype, or the header is longer than it allows.
+    Raises ValueError if the format has no name for a dtype, or the header is longer than it allows.
     """
     known = {dtype: name for name, dtype in DTYPES + UNNAMED * ours}
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name, dtype, shape in tensors:
-        if dtype not in known:
+    for name, tensor in tensors.items():
+        if (dtype := tensor.dtype) not in known:
             instead = "use zero3.save_checkpoint, or torch.save(zero3.full_state_dict(model), ...)"
             raise ValueError(
                 f"{name} is {dtype}, for which safetensors files have no name: {instead}"
             )
+        shape = list(tensor.shape)
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": known[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": known[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that values are aligned
     if len(text) > LONGEST_HEADER:
@@ -64,25 +61,9 @@ def header_of(
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(file: FileIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Written:
-    """Writes tensors by name into an empty file, and does not sync it. Those in host memory are not
-    copied.
-
-    Raises:
-        OSError: The file system reports an error.
-    """
-    header = header_of(described(tensors), metadata, ours=True)
-    return write_hashed(file, chain([memoryview(header)], _views(tensors.values())))
-
-
-def described(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """As `header_of` takes them."""
-    return ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-
-
 def write_hashed(file: FileIO, views: Iterable[memoryview]) -> Written:
-    """Likewise, for the bytes of `views` in order. A view may change only when two blocks have been
-    written after it.
+    """Writes the bytes of `views` in order into an empty file, and does not sync it. A view may
+    change only when two blocks have been written after it.
     """
     nbytes, hashes = 0, list[Future[str]]()
     with ThreadPoolExecutor(1) as hasher:
@@ -93,6 +74,21 @@ def write_hashed(file: FileIO, views: Iterable[memoryview]) -> Written:
             if len(hashes) > 1:  # the thread is one block behind at most: memory is bounded
                 hashes[-2].result()
     return Written(nbytes, [each.result() for each in hashes])
+
+
+def as_file(
+    tensors: Mapping[str, Tensor | Lazy],
+    metadata: Mapping[str, str],
+    advance: Callable[[int], object] = lambda nbytes: None,
+    *,
+    ours: bool = False,
+) -> Iterator[memoryview]:
+    """The bytes of a file. Tensors in host memory are not copied. `ours`: see `header_of`."""
+    yield memoryview(header_of(tensors, metadata, ours=ours))
+    for tensor in tensors.values():
+        for piece in tensor.pieces() if isinstance(tensor, Lazy) else _pieces(tensor):
+            yield piece
+            advance(len(piece))
 
 
 def write_text(path: Path, text: str, token: str) -> None:
@@ -128,11 +124,10 @@ def _blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
         yield block
 
 
-def _views(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        if flat.device.type == "cpu":
-            yield bytes_of(flat)
-            continue
-        for piece in torch.split(flat, BLOCK_BYTES // flat.dtype.itemsize):
-            yield bytes_of(piece.cpu())
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type == "cpu":
+        yield bytes_of(flat)
+        return
+    for piece in torch.split(flat, BLOCK_BYTES // flat.dtype.itemsize):
+        yield bytes_of(piece.cpu())

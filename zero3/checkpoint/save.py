@@ -34,9 +34,9 @@ from . import file_operations, manifest, random_state
 from .contents import Contents, NamedSpan
 from .extra_state import encoded, extra_states_of
 from .hosts import Hosts, from_rank
+from .lazy import bytes_of
 from .numbered import check_run, next_number, prune
-from .safetensors_files import bytes_of
-from .safetensors_writing import Written, described, header_of, write_file
+from .safetensors_writing import Written, as_file, header_of, write_hashed
 from .saved_optimizer import Held, contents_of, held_by
 from .value_hashes import value_hashes
 
@@ -224,8 +224,13 @@ class _Prepared:
         named = [*contents.parameters, *contents.others]
         contents.check_loaded(filter(self.stores, named), "save_checkpoint")
         # both raise if the format has no name for a dtype
-        header_of(described(self.model_entries), {}, ours=True)
-        header_of(((n, contents.dtype(n), ()) for n in self.content["tensors"]), {}, ours=True)
+        header_of(self.model_entries, {}, ours=True)
+        dtypes = {name: contents.dtype(name) for name in self.content["tensors"]}
+        header_of(
+            {n: torch.empty(0, dtype=each, device="meta") for n, each in dtypes.items()},
+            {},
+            ours=True,
+        )
 
     def stores(self, name: str) -> bool:
         """Whether the checkpoint holds the tensor's values."""
@@ -430,7 +435,8 @@ class Saving:
                 for name in self._files:
                     files[name] = open_files.enter_context(file_operations.create(data / name))
                 for name, (entries, metadata) in self._files.items():
-                    self._written[name] = write_file(files[name], entries, metadata)
+                    views = as_file(entries, metadata, ours=True)
+                    self._written[name] = write_hashed(files[name], views)
                 # at the end, so that the disk works while later files are hashed
                 for file in files.values():
                     file_operations.sync(file)
@@ -478,11 +484,8 @@ class Saving:
 
 @torch.no_grad()
 def _copied(entries: dict[str, Tensor], directory: str | None) -> dict[str, Tensor]:
-    """Copies to host memory or, where chunks rest in files, to a file in `directory`.
-
-    Raises:
-        OSError: The disk has no room for them.
-        ValueError: There is no such directory any more.
+    """Copies to host memory or, where chunks rest in files, to a file in `directory`. Raises
+    OSError if the disk has no room for them, and ValueError if there is no such directory any more.
     """
     found = {name: tensor.detach() for name, tensor in entries.items()}
     if directory is None:

@@ -288,10 +288,8 @@ def _check_even(
     merged: OptimizerContents,
 ) -> None:
     """Checks that every rank keeps the same keys, and has made as many steps, for its slice of a
-    parameter as where that begins.
-
-    Raises:
-        ValueError: A rank has made no step, or another kind of step. Every rank raises it.
+    parameter as where that begins. Raises ValueError if a rank has made no step, or another kind of
+    step. Every rank raises it.
     """
     with agreeing(contents.communicator, contents.device, "the optimizer's state"):
         for one, own in zip(held, kept, strict=True):

@@ -55,30 +55,20 @@ def run(options: argparse.Namespace) -> None:
             found = _read(options.input, files)
             found.check()
             found.leave_out(_FORMATS[options.to].HOLDS)
-            missed = (
-                f"{options.to} checkpoints can't hold these, or not yet: "
-                f"{', '.join(found.left_out)}"
-            )
+            left_out = ", ".join(found.left_out)
+            missed = f"{options.to} checkpoints can't hold these, or not yet: {left_out}"
             if found.left_out and options.strict:
                 raise ValueError(f"--strict: {missed}")
             _write(replace(found, ranks_asked_for=options.ranks), options)
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError) as error:
         # a file may say anything; who reads it trips over what is not as its system writes it
         raise ValueError(
             f"{options.input} is malformed, or can't be converted: {type(error).__name__}: {error}"
         ) from error
     if found.left_out:
         print(f"zero3: {missed}", file=sys.stderr)
-    state = (
-        f"{len(found.state)} with optimizer state" if found.groups is not None else "no optimizer"
-    )
+    state = f"{len(found.state)} with optimizer state"
+    state = state if found.groups is not None else "no optimizer"
     print(
         f"{options.output}: {found.kind} to {options.to}, {len(found.tensors)} tensors, {state}, "
         f"{found.nbytes:,} bytes"
@@ -111,11 +101,8 @@ def _read(path: Path, files: ExitStack) -> Run:
             with progress(_bytes_of(path), "looking through") as advance:
                 found: Run = format_.read(path, files, advance)
                 return found
-    there = (
-        ", ".join(file_operations.names_in(path)[:8]) or "nothing"
-        if path.is_dir()
-        else "no such file or directory"
-    )
+    there = ", ".join(file_operations.names_in(path)[:8]) or "nothing"
+    there = there if path.is_dir() else "no such file or directory"
     raise ValueError(
         f"{path} is no checkpoint of zero3, torch.distributed.checkpoint, DeepSpeed ZeRO-3 or "
         f"torch.save (found {there})"
@@ -123,8 +110,5 @@ def _read(path: Path, files: ExitStack) -> Run:
 
 
 def _bytes_of(path: Path) -> int:
-    return (
-        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        if path.is_dir()
-        else 0
-    )
+    """In a directory. Of a file, which is not looked through: 0."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

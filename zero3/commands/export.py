@@ -16,17 +16,17 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from ..checkpoint import file_operations, manifest
 from ..checkpoint.full_state import check_dtype
+from ..checkpoint.lazy import Lazy
 from ..checkpoint.progress import progress
 from ..checkpoint.ranges import Ranges
-from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles, bytes_of
-from ..checkpoint.safetensors_writing import header_of
+from ..checkpoint.safetensors_files import INDEX, SafetensorsFiles
+from ..checkpoint.safetensors_writing import as_file
 from ..comm.plain_values import dtype_named
 from ..huggingface.index_maps import Whole
 from ..huggingface.outputs import Output, bytes_in, index_of, shards_of
@@ -57,8 +57,7 @@ def run(options: argparse.Namespace) -> None:
         shards = _planned(found, options)
     names = found.names("model")
     with progress(sum(found.files[name].nbytes for name in names), "verifying") as advance:
-        for name in names:
-            advance(manifest.verify(found, [name], 0, 1))
+        manifest.verify(found, names, advance=advance)
     with file_operations.becoming(options.output) as temporary:
         file_operations.make_directory(temporary)
         _write_all(found, shards, temporary, options.beside)
@@ -68,9 +67,8 @@ def run(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     tensors = sum(len(shard) for shard in shards.values())
-    print(
-        f"{options.output}: {tensors} tensors in {len(shards)} file{'s' if len(shards) > 1 else ''}"
-    )
+    files = f"{len(shards)} file{'s' if len(shards) > 1 else ''}"
+    print(f"{options.output}: {tensors} tensors in {files}")
 
 
 def _check_places(options: argparse.Namespace) -> None:
@@ -99,22 +97,16 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
         raise ValueError(f"--dtype {options.dtype}: {error}") from None
     outputs: dict[str, Output] = {}
     for name, described in found.content["tensors"].items():
-        own = dtype_named(described["dtype"])
+        own, shape = dtype_named(described["dtype"]), tuple(described["shape"])
         to = dtype if dtype is not None and own.is_floating_point else own
-        output = Output(
-            name.removeprefix(options.strip),
-            to,
-            tuple(described["shape"]),
-            Whole(name, described["shape"]),
-        )
+        output = Output(name.removeprefix(options.strip), to, shape, Whole(name, shape))
         if (other := outputs.setdefault(output.name, output)) is not output:
             raise ValueError(
                 f"--strip {options.strip} makes one name, {output.name!r}, of "
                 f"{other.index_map.sources[0]!r} and {name!r}"
             )
-    if options.strip and not any(
-        name.startswith(options.strip) for name in found.content["tensors"]
-    ):
+    stripped = (name for name in found.content["tensors"] if name.startswith(options.strip))
+    if options.strip and not any(stripped):
         raise ValueError(
             f"--strip {options.strip}: no name begins with it; the first is "
             f"{next(iter(outputs), 'none')!r}"
@@ -122,48 +114,34 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
     return shards_of(outputs.values(), bytes_in(options.max_shard_size))
 
 
+def _converted(found: manifest.Manifest, ranges: Ranges, output: Output) -> Lazy:
+    """A tensor of the checkpoint, which is converted when it is read."""
+    (name,) = output.index_map.sources
+    own = found.content["tensors"][name]["dtype"]
+    return replace(ranges.tensor("parameter", name, output.shape, own), dtype=output.dtype)
+
+
 def _write_all(
     found: manifest.Manifest, shards: dict[str, list[Output]], directory: Path, beside: Path | None
 ) -> None:
-    files = SafetensorsFiles(found.data, found.names("model"))
-    try:
-        with progress(
-            sum(output.nbytes for shard in shards.values() for output in shard), "writing"
-        ) as advance:
-            for file, shard in shards.items():
-                _write(files, directory / file, shard, advance)
-    finally:
-        files.close()
+    total = sum(output.nbytes for shard in shards.values() for output in shard)
+    with (
+        closing(SafetensorsFiles(found.data, found.names("model"))) as files,
+        progress(total, "writing") as advance,
+    ):
+        ranges = Ranges(files)
+        for file, shard in shards.items():
+            tensors = {output.name: _converted(found, ranges, output) for output in shard}
+            with file_operations.create(directory / file) as opened:
+                for view in as_file(tensors, {"format": "pt"}, advance):
+                    file_operations.write(opened, [view])
+                file_operations.sync(opened)
     if len(shards) > 1:
-        (directory / "model.safetensors.index.json").write_text(index_of(shards))
+        (directory / INDEX).write_text(index_of(shards))
     if found.content["config"] is not None:
-        (directory / "config.json").write_text(
-            json.dumps(found.content["config"], indent=2, sort_keys=True) + "\n"
-        )
+        text = json.dumps(found.content["config"], indent=2, sort_keys=True) + "\n"
+        (directory / "config.json").write_text(text)
+    left_out = (".safetensors", ".bin", ".index.json", ".pt", ".pth")
     for path in sorted(beside.iterdir()) if beside is not None else []:
-        if path.is_file() and not path.name.endswith(
-            (".safetensors", ".bin", ".index.json", ".pt", ".pth")
-        ):
+        if path.is_file() and not path.name.endswith(left_out):
             shutil.copyfile(path, directory / path.name)
-
-
-def _write(
-    files: SafetensorsFiles, path: Path, shard: list[Output], advance: Callable[[int], object]
-) -> None:
-    ranges = Ranges(files)
-    header = header_of(
-        ((output.name, output.dtype, output.shape) for output in shard), {"format": "pt"}
-    )
-    stage = torch.empty(STAGE_BYTES, dtype=torch.uint8)
-    with file_operations.create(path) as opened:
-        file_operations.write(opened, [memoryview(header)])
-        for output in shard:
-            step, (source,) = STAGE_BYTES // 8, output.index_map.sources
-            for start in range(0, output.numel, step):
-                values = stage[: step * output.dtype.itemsize].view(output.dtype)[
-                    : output.numel - start
-                ]
-                ranges.read("parameter", source, start, values)
-                file_operations.write(opened, [bytes_of(values)])
-                advance(values.nbytes)
-        file_operations.sync(opened)

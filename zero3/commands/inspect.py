@@ -23,7 +23,6 @@ __all__: list[str] = []
 
 NAME = "inspect"
 SUMMARY = "show what a checkpoint holds, and check its hashes"
-_SHARES = 64  # a file is verified in so many steps, to show progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     found = manifest.read(options.checkpoint)
     if options.verify:
-        _verify(found)
+        nbytes = sum(written.nbytes for written in found.files.values())
+        with progress(nbytes, "verifying") as advance:
+            manifest.verify(found, found.files, advance=advance)
     with manifest.reading(found):
         facts = facts_of(found) | ({"verified": True} if options.verify else {})
         lines = _parameters(found) if options.parameters else []
@@ -104,13 +105,6 @@ def facts_of(found: manifest.Manifest) -> dict[str, Any]:
     if isinstance(extra, dict) and isinstance(extra.get("step"), int):
         facts["step"] = extra["step"]
     return facts
-
-
-def _verify(found: manifest.Manifest) -> None:
-    with progress(sum(written.nbytes for written in found.files.values()), "verifying") as advance:
-        for name in found.files:
-            for share in range(_SHARES):
-                advance(manifest.verify(found, [name], share, _SHARES))
 
 
 def _shown(value: Any) -> str:

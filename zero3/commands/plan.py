@@ -39,6 +39,10 @@ _FORMATS = MappingProxyType({"nf4": NF4, "int8": Int8, "float8": Float8, "mxfp4"
 _OPTIMIZERS = MappingProxyType(
     {name: getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop")}
 )
+_AS_GIVEN = (
+    "ranks", "batch", "sequence", "memory", "checkpointing", "accumulation", "lora", "device",
+    "rank", "chunked_head", "tile", "images", "image_size",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,15 +111,10 @@ def run(options: argparse.Namespace) -> int:
         if options.picture is not None:
             found.draw(options.picture)
     except Exception as error:  # whatever a model's code raises: 1 would say that it does not fit
-        kind = (
-            ""
-            if isinstance(error, OSError | ValueError | NotImplementedError)
-            else f"{type(error).__name__}: "
-        )
-        print(
-            f"zero3: {kind}{textwrap.shorten(str(error), 1000, placeholder=' ...')}",
-            file=sys.stderr,
-        )
+        told = isinstance(error, OSError | ValueError | NotImplementedError)
+        kind = "" if told else f"{type(error).__name__}: "
+        why = textwrap.shorten(str(error), 1000, placeholder=" ...")
+        print(f"zero3: {kind}{why}", file=sys.stderr)
         return 2
     return 2 if found.fits is None else int(not found.fits)
 
@@ -128,30 +127,18 @@ def _plan(options: argparse.Namespace) -> Plan:
             f"--quantize {options.quantize} is for frozen weights, and here all train: add --lora "
             "RANK, or leave it out"
         )
-    cluster = (
-        None if options.gpu is None else cluster_of(options.gpu, parse_rate(options.link, "--link"))
-    )
+    cluster = None
+    if options.gpu is not None:
+        cluster = cluster_of(options.gpu, parse_rate(options.link, "--link"))
     return plan(
         options.model,
         cluster=cluster,
-        ranks=options.ranks,
-        batch=options.batch,
-        sequence=options.sequence,
         policy=_policy(options),
-        memory=options.memory,
-        checkpointing=options.checkpointing,
         optimizer=_OPTIMIZERS[options.optimizer],
-        accumulation=options.accumulation,
-        lora=options.lora,
-        device=options.device,
         master_dtype=_DTYPES.get(options.master_dtype),
         mesh=None if options.mesh is None else _mesh_of(options.mesh),
-        rank=options.rank,
         sequence_parallel=options.sp,
-        chunked_head=options.chunked_head,
-        tile=options.tile,
-        images=options.images,
-        image_size=options.image_size,
+        **{name: getattr(options, name) for name in _AS_GIVEN},
     )
 
 

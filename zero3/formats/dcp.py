@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations
+from ..checkpoint.lazy import Lazy, as_lazy, assembled, fills
 from . import pickled, torch_files
-from .lazy import Lazy, as_lazy, assembled, fills
 from .pickled import Global, Made
 from .run import Holds, Run
 from .trees import run_of, tree_of
@@ -148,17 +148,12 @@ def _split(leaves: dict[str, Any]) -> dict[str, Any]:
     """Names without paths: what begins with `model.` or `optimizer.` belongs there, if anything
     does.
     """
-    paths = {
-        key: tuple(key.split(".", 1))
-        if key.startswith(("model.", "optimizer.", "optim."))
-        else (key,)
-        for key in leaves
-    }
-    whole = not any(
-        isinstance(value, Lazy) and len(paths[key]) == 1 for key, value in leaves.items()
-    )
+    parts = ("model.", "optimizer.", "optim.")
+    beside = {key for key in leaves if not key.startswith(parts)}
+    if any(isinstance(leaves[key], Lazy) for key in beside):
+        return leaves
     found: dict[str, Any] = _unfolded(
-        {paths[key] if whole else (key,): value for key, value in leaves.items()}
+        {(key,) if key in beside else tuple(key.split(".", 1)): leaves[key] for key in leaves}
     )
     return found
 

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations
+from ..checkpoint.lazy import Lazy, as_lazy, joined
 from ..checkpoint.saved_optimizer import NamedState, sorted_out
 from ..modules import own_name
 from . import torch_files
-from .lazy import Lazy, as_lazy, joined, mapped, same, small
 from .pickled import Global, Made
 from .run import Holds, Run
+from .values import mapped, same, small
 
 __all__: list[str] = []
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..checkpoint import file_operations, manifest
+from ..checkpoint.lazy import Lazy, as_lazy
 from ..checkpoint.numbered import next_number
 from ..checkpoint.ranges import Ranges
 from ..checkpoint.safetensors_files import SafetensorsFiles
-from ..checkpoint.safetensors_writing import header_of, write_hashed
+from ..checkpoint.safetensors_writing import as_file, write_hashed
 from ..checkpoint.saved_optimizer import OptimizerContents, options_of, sorted_out
-from ..comm.plain_values import decode, decode_scalars, dtype_named, encode, name_of
-from .lazy import Lazy, as_lazy, small
+from ..comm.plain_values import decode, decode_scalars, encode, name_of
 from .run import Holds, Run
+from .values import small
 
 __all__: list[str] = []
 
@@ -35,8 +34,7 @@ def is_one(path: Path) -> bool:
 def read(path: Path, opened: ExitStack, advance: Callable[[int], object]) -> Run:
     """First the hashes are compared, as a load does."""
     found = manifest.read(path)
-    for name in found.files:
-        advance(manifest.verify(found, [name], 0, 1))
+    manifest.verify(found, found.files, advance=advance)
     files = SafetensorsFiles(found.data, list(found.files))
     opened.callback(files.close)
     with manifest.reading(found):
@@ -45,13 +43,8 @@ def read(path: Path, opened: ExitStack, advance: Callable[[int], object]) -> Run
 
 class _Checkpoint:
     def __init__(self, found: manifest.Manifest, files: SafetensorsFiles) -> None:
-        self._found = found
-        self._content = found.content
-        self._ranges = Ranges(files)
-        self._stored = {
-            name: Lazy(stored.dtype, stored.shape, partial(files.read, stored))
-            for name, stored in files.tensors.items()
-        }
+        self._found, self._content = found, found.content
+        self._ranges, self._stored = Ranges(files), files.tensors
 
     def run(self) -> Run:
         content = self._content
@@ -70,8 +63,8 @@ class _Checkpoint:
                 run.tensors[name] = buffer
                 run.buffers.add(name)
             else:
-                shape = tuple(described["shape"])
-                run.tensors[name] = self._by_ranges("parameter", name, described["dtype"], shape)
+                shape, dtype = described["shape"], described["dtype"]
+                run.tensors[name] = self._ranges.tensor("parameter", name, shape, dtype)
             if "also" in described:
                 run.also[name] = described["also"]
         if any(name.startswith("random:") for name in self._stored):
@@ -94,19 +87,8 @@ class _Checkpoint:
         for name, named in contents.state.items():
             values = run.state[name] = decode_scalars(named.scalars, "cpu")
             for key, (dtype, shape) in named.tensors(run.tensors[name].shape).items():
-                kind = f"state:{key}"
-                if key in named.elements or self._ranges.holds(kind, name):
-                    values[key] = small(self._by_ranges(kind, name, dtype, shape))
-                else:
-                    values[key] = self._stored[f"whole:{key}:{name}"]
+                values[key] = small(self._ranges.tensor(f"state:{key}", name, shape, dtype))
         return replace(run, classes=contents.kinds, groups=groups)
-
-    def _by_ranges(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> Lazy:
-        self._ranges.check(kind, name, math.prod(shape), dtype)
-        return Lazy(dtype_named(dtype), shape, partial(self._ranges.read, kind, name))
-
-
-_Blob = tuple[str, Lazy]  # by its name in the file
 
 
 def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
@@ -114,36 +96,35 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     token = os.urandom(8).hex()
     content: dict[str, Any] = {"world_size": 1, "optimizer": None, "config": run.config}
     content["tensors"] = {name: _described(run, name) for name in run.tensors}
-    blobs = [
-        (f"other:0:{name}", lazy) if name in run.buffers else _range("parameter", name, lazy)
-        for name, lazy in run.tensors.items()
-        if lazy.numel or name in run.buffers
-    ]
+    model: dict[str, Lazy] = {}
+    for name, lazy in run.tensors.items():
+        whole = {f"other:0:{name}": lazy}
+        model |= whole if name in run.buffers else _part("parameter", name, lazy)
     lazies: list[Lazy] = []  # in what stands beside
     content["extra"] = _encoded(run.extra, "extra", lazies)
     content["extra_states"] = {
         name: _encoded(value, name, lazies) for name, value in run.extra_states.items()
     }
-    blobs += [(f"extra:{number}", lazy) for number, lazy in enumerate(lazies)]
-    files = {"model": blobs}
+    files = {"model": model | {f"extra:{number}": lazy for number, lazy in enumerate(lazies)}}
     if run.groups is not None:
         content["optimizer"], files["optimizer"] = _optimizer(run)
     data = path / f"data-{token}"
     file_operations.make_directory(data)
     written = {}
-    for kind, listed in files.items():
+    for kind, tensors in files.items():
         name = f"{kind}-00000-of-00001.safetensors"
         with file_operations.create(data / name) as file:
-            written[name] = write_hashed(file, _views(listed, advance))
+            written[name] = write_hashed(file, as_file(tensors, {}, advance, ours=True))
             file_operations.sync(file)
     for directory in (data, path):
         file_operations.sync_directory(directory)
     manifest.write(path, content | {"number": next_number(path)}, written, token)
 
 
-def _range(kind: str, name: str, lazy: Lazy) -> _Blob:
-    """All of a tensor, flattened."""
-    return f"{kind}:{name}[0:{lazy.numel}]", replace(lazy, shape=(lazy.numel,))
+def _part(kind: str, name: str, lazy: Lazy) -> dict[str, Lazy]:
+    """All of a tensor, flattened, if it has elements."""
+    flat = replace(lazy, shape=(lazy.numel,))
+    return {f"{kind}:{name}[0:{lazy.numel}]": flat} if lazy.numel else {}
 
 
 def _described(run: Run, name: str) -> dict[str, Any]:
@@ -162,28 +143,18 @@ def _encoded(value: Any, what: str, lazies: list[Lazy]) -> Any:
     return encode(value, what, put, Lazy | Tensor)
 
 
-def _optimizer(run: Run) -> tuple[dict[str, Any], list[_Blob]]:
+def _optimizer(run: Run) -> tuple[dict[str, Any], dict[str, Lazy]]:
     groups = [
         (options_of(group, f"param_groups[{number}]"), group["params"])
         for number, group in enumerate(run.groups or ())
     ]
     state = sorted_out(run.state, run.shapes, Tensor | Lazy)
-    contents = OptimizerContents(groups, state, run.classes)
-    blobs: list[_Blob] = []
+    tensors: dict[str, Lazy] = {}
     for name, named in state.items():
-        found = run.state[name]
-        lazies = {key: as_lazy(found[key]) for key in (*named.elements, *named.whole)}
-        cut = [key for key in named.elements if lazies[key].numel]
-        blobs += [_range(f"state:{key}", name, lazies[key]) for key in cut]
-        blobs += [(f"whole:{key}:{name}", lazies[key]) for key in named.whole]
+        for key in named.elements:
+            tensors |= _part(f"state:{key}", name, as_lazy(run.state[name][key]))
+        for key in named.whole:
+            tensors[f"whole:{key}:{name}"] = as_lazy(run.state[name][key])
     kinds = " and ".join(dict.fromkeys(run.classes))
-    return {"class": kinds or None, **contents.to_json()}, blobs
-
-
-def _views(blobs: list[_Blob], advance: Callable[[int], object]) -> Iterator[memoryview]:
-    shapes = ((name, lazy.dtype, lazy.shape) for name, lazy in blobs)
-    yield memoryview(header_of(shapes, {}, ours=True))
-    for _, lazy in blobs:
-        for piece in lazy.pieces():
-            yield piece
-            advance(len(piece))
+    contents = OptimizerContents(groups, state, run.classes)
+    return {"class": kinds or None, **contents.to_json()}, tensors

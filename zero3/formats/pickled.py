@@ -57,10 +57,8 @@ Make = Callable[[str, tuple[Any, ...]], Any]
 
 def read(text: bytes, what: str, make: Make, storage: Callable[[Any], Any] | None = None) -> Any:
     """The value of a pickle. `make` says what a call of a name with arguments becomes, `storage`
-    what a persistent id stands for.
-
-    Raises:
-        ValueError: it is malformed, or does what pickles of checkpoints don't. `what` names it.
+    what a persistent id stands for. Raises ValueError if it is malformed, or does what pickles of
+    checkpoints don't. `what` names it.
     """
     machine = _Machine(make, storage)
     try:
@@ -154,10 +152,7 @@ def _filled(kind: type, found: Any, *items: Any) -> Any:
 
 def write(value: Any, tensor: Callable[[Any], Made | None]) -> bytes:
     """A pickle (protocol 2) of plain values, `Global` and `Made`. `tensor` says how to make what is
-    neither, None if it can't.
-
-    Raises:
-        TypeError: a value that is not among them.
+    neither, None if it can't. Raises TypeError for other values.
     """
     out = bytearray(b"\x80\x02")
     _write(value, tensor, out)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .lazy import Lazy
+from ..checkpoint.lazy import Lazy
 from .pickled import Global, Made
 
 __all__: list[str] = []

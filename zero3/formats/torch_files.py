@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import file_operations
-from ..checkpoint.safetensors_files import DTYPES, bytes_of, fill, read_bytes
+from ..checkpoint.lazy import Lazy, as_lazy, bytes_of
+from ..checkpoint.safetensors_files import DTYPES, fill, read_bytes
 from ..comm.plain_values import dtype_named
 from . import pickled
-from .lazy import Lazy, as_lazy
 from .pickled import Global, Made, Persistent
 
 __all__: list[str] = []
@@ -88,10 +88,7 @@ class TorchFile:
     `Made` for what nobody here knows.
 
     The file may be a part of an open one. Tensors that share memory are one `Lazy`, if they are the
-    same in it.
-
-    Raises:
-        ValueError: it is no such file, or says what can't be.
+    same in it. Raises ValueError if it is no such file, or says what can't be.
     """
 
     def __init__(self, file: FileIO, what: str, offset: int = 0, length: int | None = None) -> None:
@@ -213,11 +210,8 @@ def plain(name: str, arguments: tuple[Any, ...]) -> Any:
 
 def write(file: FileIO, offset: int, value: Any, advance: Callable[[int], object]) -> int:
     """Writes plain values, `Lazy`s and tensors as `torch.load(weights_only=True)` reads them; what
-    stands there twice, once. Returns bytes.
-
-    Raises:
-        TypeError: a value that only its own class could pickle.
-        OSError: what the file system says.
+    stands there twice, once. Returns bytes. Raises TypeError for what only its own class could
+    pickle.
     """
     storages: dict[int, tuple[str, Lazy]] = {}
 

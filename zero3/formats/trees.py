@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..checkpoint.lazy import Lazy
 from ..modules import own_name
-from .lazy import Lazy, mapped, small
 from .run import Run, kind_of
+from .values import mapped, small
 
 __all__: list[str] = []
 
@@ -46,10 +47,8 @@ def tree_of(run: Run) -> dict[str, Any]:
 
 def run_of(tree: Any, kind: str, what: str) -> Run:
     """What `tree_of` made, and the ways in which people save: a bare state dict, one more dict
-    around, flat optimizer state.
-
-    Raises:
-        ValueError: there is no model in it, or an optimizer by numbers.
+    around, flat optimizer state. Raises ValueError if there is no model in it, or an optimizer by
+    numbers.
     """
     level = tree
     while isinstance(level, dict) and len(level) == 1 and not {*level} & {*_MODEL}:

@@ -21,23 +21,15 @@ __all__: list[str] = []
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 # for the results
 _MATTERS = (
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
+    *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"),
+    *("rank_pattern", "alpha_pattern", "fan_in_fan_out"),
 )
 
 
 def places_of_adapters(model: nn.Module, path: Path) -> dict[str, Path]:
     """Maps each adapter of a peft model to the directory that has its files. Empty: `path` has the
-    files of a whole model, or the model has no adapters.
-
-    Raises:
-        ValueError: There are files for some of the adapters only.
+    files of a whole model, or the model has no adapters. Raises ValueError if there are files for
+    some of the adapters only.
     """
     adapters = getattr(innermost(model), "peft_config", None)
     if not isinstance(adapters, dict) or any((path / name).is_file() for name in (SINGLE, INDEX)):
@@ -57,11 +49,9 @@ def places_of_adapters(model: nn.Module, path: Path) -> dict[str, Path]:
 
 
 def fit_adapter(model: nn.Module, adapter: str, place: Path, stored: dict[str, Any]) -> Fit:
-    """Matches the files of an adapter with the model.
-
-    Raises:
-        ValueError: Names, shapes or kinds of values differ, or the adapter's configuration does, or
-            the files hold prompts and not what computes them. One error names all problems.
+    """Matches the files of an adapter with the model. Raises ValueError if names, shapes or kinds
+    of values differ, or the adapter's configuration does, or the files hold prompts and not what
+    computes them. One error names all problems.
     """
     model, contents = innermost(model), Contents(model, "load_pretrained")
     outputs = {output.name: output for output in outputs_of_adapter(model, adapter, contents, None)}

@@ -102,10 +102,7 @@ class Conversions:
         for pattern, tensors in collected.items():
             for tensor in tensors:
                 own.add_tensor(name, name, pattern, tensor)
-        made = own.convert(name, model=self._model, config=self._model.config)
-        return {
-            target: value[0] if isinstance(value, list) else value for target, value in made.items()
-        }
+        return _singles(own.convert(name, model=self._model, config=self._model.config))
 
     def sorted(self, keys: Iterable[str]) -> list[str]:
         """Sorts keys as transformers does. The order of experts depends on it."""
@@ -133,15 +130,16 @@ class Conversions:
 
 def reverted(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns `tensors` as transformers writes them into files, or None if it writes them as they
-    are.
-
-    Raises:
-        Exception: A conversion can't be reversed. The error is one of transformers or of a tensor.
+    are. Raises an exception if a conversion can't be reversed. The error is one of transformers or
+    of a tensor.
     """
     if not is_of_transformers(model):
         return None
     loading = importlib.import_module("transformers.core_model_loading")
-    made = loading.revert_weight_conversion(Unwrapped(model, tensors), dict(tensors))
+    return _singles(loading.revert_weight_conversion(Unwrapped(model, tensors), dict(tensors)))
+
+
+def _singles(made: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

@@ -3,18 +3,22 @@ reshapes and transpositions.
 
 They hold integers and no values. With a map a rank finds the elements that its slice needs,
 although a checkpoint's tensors are rearranged in the model, and no tensor has to be whole for that.
+Tensors without values record maps, through the operations with which transformers converts files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Generic, NamedTuple, TypeVar
+from types import EllipsisType, MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from ..checkpoint.lazy import Lazy
 
 __all__: list[str] = []
 
@@ -23,6 +27,8 @@ _LOOKED_UP = 1 << 20  # elements together
 _AT_ONCE = 1 << 18  # grains are looked up together, so that tables of indices stay small
 # elements; if extents are shorter, looking up single elements is faster than reading ranges
 LONG_EXTENT = 1 << 10
+# if a span has this many times the elements that are wanted, the whole tensor is read instead, once
+_WASTE = 4
 
 
 class Extent(NamedTuple, Generic[Key]):
@@ -66,8 +72,8 @@ class IndexMap(Generic[Key]):
 
     def extents(self, start: int, stop: int) -> Iterator[Extent[Key]]:
         """Yields the extents that make up elements `[start, stop)`. Neighbours are one."""
-        first, last = start // self.grain, -(-stop // self.grain)
-        for low in range(first, last, _AT_ONCE):
+        last = -(-stop // self.grain)
+        for low in range(start // self.grain, last, _AT_ONCE):
             begins = torch.arange(low, min(low + _AT_ONCE, last), dtype=torch.int64) * self.grain
             numbers, at = self.locate(begins)
             new = torch.ones(len(begins), dtype=torch.bool)
@@ -75,13 +81,8 @@ class IndexMap(Generic[Key]):
             edges = [*new.nonzero().flatten().tolist(), len(begins)]
             for left, right in pairwise(edges):
                 begin, end = int(begins[left]), min(int(begins[right - 1]) + self.grain, stop)
-                skipped = max(0, start - begin)
-                yield Extent(
-                    begin + skipped,
-                    self.sources[int(numbers[left])],
-                    int(at[left]) + skipped,
-                    end - begin - skipped,
-                )
+                source, first = self.sources[int(numbers[left])], max(start, begin)
+                yield Extent(first, source, int(at[left]) + first - begin, end - first)
 
     def fill(
         self,
@@ -160,10 +161,8 @@ class View(IndexMap[Key]):
 
 
 class Joined(IndexMap[Key]):
-    """The map of tensors that are joined along a dimension, as by `torch.cat`.
-
-    Raises:
-        ValueError: There is nothing to join, or sizes differ in another dimension.
+    """The map of tensors that are joined along a dimension, as by `torch.cat`. Raises ValueError if
+    there is nothing to join, or sizes differ in another dimension.
     """
 
     def __init__(self, parts: Sequence[IndexMap[Key]], dim: int) -> None:
@@ -205,3 +204,98 @@ class Joined(IndexMap[Key]):
 def stacked(parts: Sequence[IndexMap[Key]], dim: int) -> IndexMap[Key]:
     """Joins tensors along a new dimension, as `torch.stack`."""
     return Joined([View(part, part.blank().unsqueeze(dim)) for part in parts], dim)
+
+
+class SliceReader:
+    """Reads ranges if elements lie side by side, and otherwise through a buffer that holds a span
+    of one stored tensor, or all of it.
+    """
+
+    # the last span: its tensor, its first element, its values
+    _span: tuple[Lazy, int, Tensor] | None = None
+
+    def read(self, index_map: IndexMap[Lazy], start: int, target: Tensor) -> None:
+        """Reads elements `[start, start + n)` of the flattened tensor into `target` `[n]`,
+        converted to its dtype and device.
+        """
+        index_map.fill(target, start, lambda s, first, into: s.read(first, into), self._look_up)
+
+    def _look_up(self, stored: Lazy, wanted: Tensor) -> Tensor:
+        first, last = int(wanted.min()), int(wanted.max())
+        if self._span is not None:
+            source, begin, values = self._span
+            if source is stored and begin <= first and last < begin + len(values):
+                return values[wanted - begin]
+        if last - first >= _WASTE * len(wanted):
+            first, last = 0, stored.numel - 1
+        self._span = None  # its memory is free before the next span takes some
+        values = torch.empty(last - first + 1, dtype=stored.dtype)
+        stored.read(first, values)
+        self._span = stored, first, values
+        return values[wanted - first]
+
+
+_SAME = ("contiguous", "clone", "detach")
+_JOINS = MappingProxyType(
+    {"cat": Joined, "concat": Joined, "concatenate": Joined, "stack": stacked}
+)
+# of a contiguous tensor they make views, which show the same elements in another order
+_VIEWS = (
+    *("reshape", "view", "flatten", "squeeze", "unsqueeze", "transpose", "swapaxes", "swapdims"),
+    *("t", "permute", "narrow", "select", "unbind", "split", "split_with_sizes", "chunk"),
+)
+
+
+class Untraceable(Exception):
+    """The operation does more than move elements, or has no rule here."""
+
+
+class TracedTensor(Tensor):
+    """On the meta device. `index_map` tells which element of which source each element is."""
+
+    index_map: IndexMap[Any]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name, options = func.__name__, kwargs or {}
+        if name in _SAME:
+            return args[0]
+        if name in _JOINS:
+            return _joined(_JOINS[name], *args, **options)
+        if name in _VIEWS or (name == "__getitem__" and isinstance(args[1], int | EllipsisType)):
+            return _viewed(func, *args, **options)
+        found = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
+        if isinstance(found, Tensor) or (
+            isinstance(found, list | tuple) and any(isinstance(item, Tensor) for item in found)
+        ):
+            raise Untraceable(f"{name} is not known here")
+        return found  # a shape or a dtype
+
+
+def traced(index_map: IndexMap[Any], dtype: torch.dtype) -> TracedTensor:
+    tensor = index_map.blank().to(dtype).as_subclass(TracedTensor)
+    tensor.index_map = index_map
+    return tensor
+
+
+def _joined(
+    join: Callable[..., Any], tensors: Sequence[TracedTensor], dim: int = 0
+) -> TracedTensor:
+    return traced(join([each.index_map for each in tensors], dim), tensors[0].dtype)
+
+
+def _viewed(func: Callable[..., Any], x: TracedTensor, /, *args: Any, **kwargs: Any) -> Any:
+    """torch makes its views of a tensor without values."""
+    blank = x.index_map.blank().to(x.dtype)
+    found = func(blank, *args, **kwargs)
+    views = (found,) if isinstance(found, Tensor) else tuple(found)
+    if any(view.dtype != blank.dtype for view in views):
+        raise Untraceable(f"{func.__name__} as another dtype is not known here")
+    made = tuple(traced(View(x.index_map, view), x.dtype) for view in views)
+    return made[0] if isinstance(found, Tensor) else made

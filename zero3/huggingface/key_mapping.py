@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 from ..checkpoint.contents import listed
 from ..checkpoint.extra_state import extra_state_modules
-from ..checkpoint.safetensors_files import Stored
+from ..checkpoint.lazy import Lazy
 from ..comm.plain_values import kind_of
 from ..modules import own_module_name, unwrapped
 from ..names import innermost, named_tensors
 from .conversions import Conversions
-from .index_maps import IndexMap, Whole
+from .index_maps import IndexMap, TracedTensor, Untraceable, Whole, traced
 from .left_out import may_be_left_out
 from .outputs import has_adapters, is_adapted
-from .tracing import TracedTensor, Untraceable, traced
 
 __all__: list[str] = []
 
@@ -28,12 +27,8 @@ __all__: list[str] = []
 T = TypeVar("T")
 _BASE = "base_model.model."  # before the names of peft's base
 _PROBLEMS = (
-    "missing",
-    "unexpected",
-    "stored twice",
-    "other shapes",
-    "other kinds",
-    "not to be converted here",
+    *("missing", "unexpected", "stored twice"),
+    *("other shapes", "other kinds", "not to be converted here"),
 )
 
 
@@ -44,25 +39,22 @@ class Fit:
     owner: nn.Module  # the model that the files belong to; for a peft model, its base
     names: dict[int, list[str]]
     tensors: dict[int, Tensor]
-    maps: dict[int, IndexMap[Stored]] = field(default_factory=dict)
+    maps: dict[int, IndexMap[Lazy]] = field(default_factory=dict)
     # further copies of tied tensors, under other names
-    again: dict[int, list[IndexMap[Stored]]] = field(default_factory=dict)
+    again: dict[int, list[IndexMap[Lazy]]] = field(default_factory=dict)
     # tensors that no file holds, because the model computes them
     left_out: set[int] = field(default_factory=set)
     # the extra state of modules that take it as a tensor, by name
-    extra: dict[str, Stored] = field(default_factory=dict)
+    extra: dict[str, Lazy] = field(default_factory=dict)
     # readers of the tensors that the files hold quantised, see `packed`
     packed: dict[int, Any] = field(default_factory=dict)
     used: list[Any] | None = None  # see `Conversions.used`
 
 
-def fit(model: nn.Module, stored: Mapping[str, Stored], strict: bool) -> Fit:
+def fit(model: nn.Module, stored: Mapping[str, Lazy], strict: bool) -> Fit:
     """Matches a checkpoint with a model. Names may have one more or one less of the model's
-    `base_model_prefix`.
-
-    Raises:
-        ValueError: Names are missing or unexpected (if `strict`) or stored twice, or shapes or
-            kinds of values differ. One error names all problems.
+    `base_model_prefix`. Raises ValueError if names are missing or unexpected (if `strict`) or
+    stored twice, or shapes or kinds of values differ. One error names all problems.
     """
     tensors, copies = dict(named_tensors(model)), dict[str, tuple[str, Tensor]]()
     if has_adapters(model) and isinstance(getattr(model.base_model, "prefix", None), str):
@@ -143,13 +135,13 @@ class _Fitting:
         self._tensors = tensors
         self._extra = extra
         self._origin: dict[str, str] = {}  # name in the model -> key in the file
-        self._collected: dict[str, tuple[Any, dict[str, list[Stored]]]] = {}
+        self._collected: dict[str, tuple[Any, dict[str, list[Lazy]]]] = {}
         self.conversions = Conversions(model, tensors, extra)
         self.found = Fit(model, names, {id(tensor): tensor for tensor in tensors.values()})
         self.failed: set[str] = set()  # names that are stored, but do not fit
         self.problems: dict[str, list[str]] = {kind: [] for kind in _PROBLEMS}
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: Lazy) -> None:
         name, converter, pattern = self.conversions(stored.name)
         if name in self._extra:
             self.found.extra[name] = stored
@@ -194,7 +186,7 @@ class _Fitting:
                     self.problems["unexpected"].append(f"{target} (made from {_shapes(collected)})")
 
     def _place(
-        self, name: str, index_map: IndexMap[Stored], key: str, made_from: str | None = None
+        self, name: str, index_map: IndexMap[Lazy], key: str, made_from: str | None = None
     ) -> None:
         tensor = self._tensors[name]
         kind = kind_of(tensor.dtype)
@@ -221,5 +213,5 @@ class _Fitting:
         self.problems[kind].append(text)
 
 
-def _shapes(collected: Mapping[str, list[Stored]]) -> str:
+def _shapes(collected: Mapping[str, list[Lazy]]) -> str:
     return ", ".join(f"{len(column)} of {column[0].shape}" for column in collected.values())

@@ -12,21 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from ..access import sharded_in
+from ..checkpoint.contents import piece_of
 from ..checkpoint.meta_buffers import hooks_of, is_written, put, run_hook, twin
 from ..core.layer_state import LayerState
 from ..core.parameters import parameters_of
 from ..modules import plain_modules
-from .reading import piece_of
 
 __all__: list[str] = []
 
 
 def may_be_left_out(model: nn.Module, name: str) -> bool:
     """Whether transformers lets files leave out a tensor of this name."""
-    return any(
-        re.search(pattern, name)
-        for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    )
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def compute(
@@ -36,10 +34,8 @@ def compute(
     It changes nothing.
 
     `_init_weights` of the model around a tensor's module computes them, or else the module's own
-    `reset_parameters`.
-
-    Raises:
-        ValueError: The model does not compute one of them, and `strict` is set.
+    `reset_parameters`. Raises ValueError if the model does not compute one of them, and `strict` is
+    set.
     """
     owned = sharded_in(states)
     empty = {key for key, each in owned.items() if each.index in each.chunk.unloaded}
@@ -49,12 +45,9 @@ def compute(
     for owner in plain_modules(model):
         for attribute, tensor in [*parameters_of(owner), *owner._buffers.items()]:
             key = id(tensor)
-            if (
-                tensor is None
-                or key not in names
-                or key in found
-                or not (key in empty or tensor.is_meta)
-            ):
+            if tensor is None or key in found or key not in names:
+                continue
+            if key not in empty and not tensor.is_meta:
                 continue
             dtype = owned[key].chunk.shard.dtype if key in owned else tensor.dtype
             copy, before = twin(owner), torch.empty(tensor.shape, dtype=dtype)

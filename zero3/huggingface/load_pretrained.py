@@ -15,8 +15,9 @@ from ..access import sharded_in, states_of, used
 from ..checkpoint.contents import check_released
 from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.file_operations import directory_of
+from ..checkpoint.lazy import STAGE_BYTES
 from ..checkpoint.meta_buffers import initialise, put
-from ..checkpoint.safetensors_files import STAGE_BYTES, SafetensorsFiles
+from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
 from ..core.layer_state import LayerState
@@ -24,11 +25,11 @@ from ..core.layout import Piece
 from ..core.parameters import ShardedParameter
 from ..faces.quantised import weight_of
 from .adapters import FILE, fit_adapter, places_of_adapters
+from .index_maps import SliceReader
 from .key_mapping import Fit, fit
 from .left_out import compute, fill
 from .packed import find_packed, match_packed
 from .quantizing import fill_quantized
-from .reading import SliceReader
 
 __all__: list[str] = []
 
@@ -115,15 +116,13 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     """After a read that fails, what it should have filled counts as unloaded on every rank."""
     first = states[0]
     extra: dict[str, Tensor] = {}
-    reader = SliceReader(files)
+    reader = SliceReader()
     try:
         with agreeing(first.communicator, first.device, "what load_pretrained filled"):
             try:
                 _fill_layers(states, reader, found)
                 values = _new_values(states, reader, found)
-                for name, stored in found.extra.items():
-                    extra[name] = torch.empty(stored.shape, dtype=stored.dtype)
-                    files.read(stored, 0, extra[name].view(-1))
+                extra = {name: stored.tensor() for name, stored in found.extra.items()}
             except Exception as error:
                 remedy = "What it was to fill is unloaded now: load again."
                 raise RuntimeError(
@@ -209,7 +208,7 @@ def _check_repeated(states: list[LayerState], files: SafetensorsFiles, found: Fi
     """Whether a tied parameter has one value under all its names. Each rank compares its pieces."""
     if not found.again:
         return
-    one, other = SliceReader(files), SliceReader(files)
+    one, other = SliceReader(), SliceReader()
     for sharded, piece in (each for state in states for each in _pieces(state)):
         key, dtype = id(sharded.sites.parameter), sharded.chunk.shard.dtype
         for again in found.again.get(key, []):

@@ -5,9 +5,8 @@ layer at a time is whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from ..access import states_of, used_together
 from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.full_state import check_dtype
-from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
+from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..comm.agreement import agreeing
 from ..modules import plain_modules
 from ..names import innermost
 from ..optim.state_memory import land_steps
-from .index_maps import IndexMap
+from .index_maps import SliceReader
 from .key_mapping import fit, without_adapters
 from .outputs import (
     bytes_in,
@@ -33,8 +32,7 @@ from .outputs import (
     shards_of,
 )
 from .packed import find_packed
-from .reading import SliceReader
-from .save_pretrained import Export, fill
+from .save_pretrained import Export
 from .weights import WeightWalk
 
 __all__: list[str] = []
@@ -89,23 +87,19 @@ def save_merged(
             check_unmixed(directory, None)
             contents = Contents(model, "save_merged", as_values=True)
             owner, adapted = named_without_adapters(contents, innermost(model))
-            originals = _Originals(model, base, opened) if base is not None else None
+            read, files = (None, []) if base is None else _originals(model, base, opened)
             outputs = outputs_of_model(owner, contents, (), dtype)
             shards = shards_of(outputs, bytes_in(max_shard_size))
-            export = Export(owner, contents, directory, shards, None)
-            read = originals.read if originals is not None else None
             walk = WeightWalk(contents, outputs, adapted, read)
-            lines += export.lines
-            lines += originals.lines if originals is not None else []
-        export.write(partial(fill, walk))
+            export = Export(owner, contents, directory, shards, walk)
+            lines += export.lines + files
+        export.write()
 
 
 def named_without_adapters(contents: Contents, model: Any) -> tuple[nn.Module, list[nn.Module]]:
     """Gives tensors the names that they have in the model without adapters. Returns that model, and
-    the modules that may have adapters.
-
-    Raises:
-        ValueError: They are of a kind that has no merge, or `model` is only a part of peft's.
+    the modules that may have adapters. Raises ValueError if they are of a kind that has no merge,
+    or `model` is only a part of peft's.
     """
     if not has_adapters(model):
         refuse_part_with_adapters(model)
@@ -144,19 +138,21 @@ def _chosen(name: str, model: Any) -> str | None:
     return name if not after else f"{before}.{rest}" if adapter in model.active_adapters else None
 
 
-class _Originals:
-    """The weights in `base`, of parameters that are quantised here."""
+def _originals(
+    model: nn.Module, base: str | os.PathLike[str], opened: ExitStack
+) -> tuple[Callable[[nn.Parameter, Tensor], None], list[str]]:
+    """What reads the weights in `base` of parameters that are quantised here, and a line for each
+    file.
+    """
+    files = opened.enter_context(closing(SafetensorsFiles(base)))
+    if find_packed(files)[1]:
+        raise ValueError(
+            f"{base} holds quantised weights: save_merged merges into those that were not "
+            "quantised yet, or base=None"
+        )
+    maps, reader = fit(model, files.tensors, strict=True).maps, SliceReader()
 
-    def __init__(self, model: nn.Module, base: str | os.PathLike[str], opened: ExitStack) -> None:
-        files = opened.enter_context(closing(SafetensorsFiles(base)))
-        if find_packed(files)[1]:
-            raise ValueError(
-                f"{base} holds quantised weights: save_merged merges into those that were not "
-                "quantised yet, or base=None"
-            )
-        self._maps: Mapping[int, IndexMap[Stored]] = fit(model, files.tensors, strict=True).maps
-        self._reader = SliceReader(files)
-        self.lines = files.listing
+    def read(parameter: nn.Parameter, target: Tensor) -> None:
+        reader.read(maps[id(parameter)], 0, target.view(-1))
 
-    def read(self, parameter: nn.Parameter, target: Tensor) -> None:
-        self._reader.read(self._maps[id(parameter)], 0, target.view(-1))
+    return read, files.listing

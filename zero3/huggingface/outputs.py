@@ -18,30 +18,16 @@ from torch.overrides import TorchFunctionMode
 
 from ..checkpoint.contents import Contents
 from ..checkpoint.meta_buffers import twin
+from ..checkpoint.safetensors_files import INDEX, SINGLE
 from .conversions import reverted
-from .index_maps import Computed, IndexMap, Whole
-from .tracing import TracedTensor, traced
+from .index_maps import Computed, IndexMap, TracedTensor, Whole, traced
 
 __all__: list[str] = []
 
 _log = logging.getLogger("zero3")
-_UNITS = (
-    ("B", 1),
-    ("KB", 10**3),
-    ("MB", 10**6),
-    ("GB", 10**9),
-    ("TB", 10**12),
-    ("KIB", 2**10),
-    ("MIB", 2**20),
-    ("GIB", 2**30),
-)
+_PREFIXES = ("", "K", "M", "G", "T")
 _OF_ADAPTERS = ("adapter_config.json", "adapter_model.*")
-_OF_MODELS = (
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model*.bin*",
-)
+_OF_MODELS = (SINGLE, "model-*-of-*.safetensors", INDEX, "pytorch_model*.bin*")
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # peft's names for what it saves whole
 
 
@@ -64,10 +50,8 @@ class Output(NamedTuple):
     @property
     def line(self) -> str:
         """The text that ranks compare."""
-        return (
-            f"{self.name}: {tuple(self.shape)}, {self.dtype}, made of "
-            f"{', '.join(self.index_map.sources)}"
-        )
+        sources = ", ".join(self.index_map.sources)
+        return f"{self.name}: {tuple(self.shape)}, {self.dtype}, made of {sources}"
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -160,10 +144,8 @@ def state_of_adapter(
     else from `state_dict`.
     """
     peft = importlib.import_module("peft")
-    options = {
-        "adapter_name": adapter,
-        "save_embedding_layers": _saves_embeddings(model, model.peft_config[adapter]),
-    }
+    embeddings = _saves_embeddings(model, model.peft_config[adapter])
+    options = {"adapter_name": adapter, "save_embedding_layers": embeddings}
     with torch.no_grad():
         return peft.get_peft_model_state_dict(model, state_dict=dict(state_dict), **options)  # type: ignore[no-any-return]
 
@@ -186,7 +168,7 @@ def shards_of(outputs: Iterable[Output], max_bytes: int) -> dict[str, list[Outpu
     # wide dtypes come first, so that every tensor is aligned
     ordered = [sorted(shard, key=lambda output: -output.dtype.itemsize) for shard in shards]
     if len(ordered) == 1:
-        return {"model.safetensors": ordered[0]}
+        return {SINGLE: ordered[0]}
     return {
         f"model-{number:05}-of-{len(ordered):05}.safetensors": shard
         for number, shard in enumerate(ordered, 1)
@@ -195,20 +177,17 @@ def shards_of(outputs: Iterable[Output], max_bytes: int) -> dict[str, list[Outpu
 
 def check_unmixed(directory: Path, base: str | None) -> None:
     """`base`: where the model of the adapters that are to be written comes from. None: a whole
-    model is to be written.
-
-    Raises:
-        ValueError: adapters are in the directory, and a whole model is to be written, or the other
-            way round. Who loads it would get the older of the two, or both together.
+    model is to be written. Raises ValueError if adapters are in the directory, and a whole model is
+    to be written, or the other way round. Who loads it would get the older of the two, or both
+    together.
     """
     if base and Path(base).resolve() == directory.resolve():  # adapters beside their own model
         return
     patterns = _OF_ADAPTERS if base is None else _OF_MODELS
     found = sorted(path.name for pattern in patterns for path in directory.glob(pattern))
     if found:
-        what, other = (
-            ("a whole model", "adapters") if base is None else ("adapters", "a whole model")
-        )
+        both = "a whole model", "adapters"
+        what, other = both if base is None else reversed(both)
         raise ValueError(
             f"{directory} holds {other} ({', '.join(found[:4])}), and save_pretrained was to "
             f"write {what}: who loads the directory would get the one for the other, or both. "
@@ -218,9 +197,12 @@ def check_unmixed(directory: Path, base: str | None) -> None:
 
 def bytes_in(size: int | str) -> int:
     """`"5GB"` -> 5000000000. Raises ValueError if `size` is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
-    unit = dict(_UNITS).get(match[2].upper() or "B") if match is not None else None
-    if match is None or unit is None or not 1 <= float(match[1]) * unit < 2**60:
+    text = str(size).strip().upper()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)B|([KMG])IB)?", text)
+    unit = 1000 ** _PREFIXES.index(match[2] or "") if match is not None else 0
+    if match is not None and match[3]:
+        unit = 1024 ** _PREFIXES.index(match[3])
+    if match is None or not 1 <= float(match[1]) * unit < 2**60:
         raise ValueError(
             f"max_shard_size must be a number of bytes, or a size such as '5GB', found {size!r}"
         )
@@ -230,25 +212,20 @@ def bytes_in(size: int | str) -> int:
 def index_of(shards: Mapping[str, list[Output]]) -> str:
     """Returns the index: JSON that tells the file of each tensor."""
     total = sum(output.nbytes for shard in shards.values() for output in shard)
-    weight_map = dict(
-        sorted((output.name, file) for file, shard in shards.items() for output in shard)
-    )
-    return (
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-    )
+    places = sorted((output.name, file) for file, shard in shards.items() for output in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(places)}
+    return json.dumps(index, indent=2) + "\n"
 
 
 def _kept_names(model: nn.Module, contents: Contents) -> dict[str, str]:
     """Maps the name that transformers writes to the first, which may differ for a tied tensor."""
     tied = getattr(model, "all_tied_weights_keys", None)
     tied = set(tied) if isinstance(tied, dict) else set()
-    ignored = [
-        re.compile(re.escape(key)) for key in getattr(model, "_keys_to_ignore_on_save", None) or ()
-    ]
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = {}
     for names in contents.names.values():
         name = next((name for name in names if name not in tied), names[0])
-        if not any(pattern.fullmatch(name) for pattern in ignored):
+        if name not in ignored:
             kept[name] = names[0]
     return kept
 
@@ -261,10 +238,8 @@ def _saves_embeddings(model: Any, config: Any) -> bool:
     """Whether peft saves embeddings: they are adapted, or have more words than the base's."""
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, list | tuple | set) and any(name in targets for name in _EMBEDDINGS):
-        return (
-            getattr(config, "trainable_token_indices", None) is None
-            and config.peft_type != "TRAINABLE_TOKENS"
-        )
+        tokens = getattr(config, "trainable_token_indices", None)
+        return tokens is None and config.peft_type != "TRAINABLE_TOKENS"
     base = Path(str(getattr(config, "base_model_name_or_path", None) or "")) / "config.json"
     words = getattr(getattr(model, "config", None), "vocab_size", None)
     return base.is_file() and json.loads(base.read_text()).get("vocab_size", words) != words

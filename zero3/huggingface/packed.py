@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from ..access import sharded_in
-from ..checkpoint.safetensors_files import SafetensorsFiles, Stored
+from ..checkpoint.lazy import Lazy
+from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..quantized.formats import MXFP4, NF4, Float8, Format
 from ..quantized.sections import SCALES_NUMEL
-from .index_maps import IndexMap, Whole
+from .index_maps import IndexMap, SliceReader, Whole
 from .key_mapping import Fit
-from .reading import SliceReader
 
 __all__: list[str] = []
 
@@ -42,22 +42,20 @@ class Packed:
     """A stored weight: its codes and scales, and the mean of bitsandbytes' scales (`offset`)."""
 
     format: Format
-    stand_in: Stored  # stands for the values when files are matched with the model
-    sections: Mapping[str, Stored]
+    stand_in: Lazy  # stands for the values when files are matched with the model
+    sections: Mapping[str, Lazy]
     offset: float = 0.0
 
 
-def find_packed(files: SafetensorsFiles) -> tuple[dict[str, Stored], dict[str, Packed]]:
+def find_packed(files: SafetensorsFiles) -> tuple[dict[str, Lazy], dict[str, Packed]]:
     """Returns the stored tensors, in which a stand-in takes the place of what belongs to a
-    quantised weight, and these weights by name.
-
-    Raises:
-        ValueError: A weight has another format, or parts of it are missing.
+    quantised weight, and these weights by name. Raises ValueError if a weight has another format,
+    or parts of it are missing.
     """
     stored, packed = dict(files.tensors), dict[str, Packed]()
     for key in [key for key in files.tensors if _STATE in key]:
         name, _, kind = key.partition(_STATE)
-        packed[name] = _of_bitsandbytes(files, stored, name, kind, stored.pop(key))
+        packed[name] = _of_bitsandbytes(stored, name, kind, stored.pop(key))
     for key in [key for key in files.tensors if key.endswith(_INVERSE)]:
         name = key.removesuffix(_INVERSE)
         if name in stored and stored[name].dtype == torch.float8_e4m3fn:
@@ -70,18 +68,14 @@ def find_packed(files: SafetensorsFiles) -> tuple[dict[str, Stored], dict[str, P
     return stored | {name: each.stand_in for name, each in packed.items()}, packed
 
 
-def _of_bitsandbytes(
-    files: SafetensorsFiles, stored: dict[str, Stored], name: str, kind: str, state: Stored
-) -> Packed:
+def _of_bitsandbytes(stored: dict[str, Lazy], name: str, kind: str, state: Lazy) -> Packed:
     if kind != "nf4":
         raise ValueError(
             f"{state.file}: {name} is quantised by bitsandbytes as {kind}, which zero3 does not "
             "read: nf4 is what it reads"
         )
-    raw = torch.empty(state.numel, dtype=torch.uint8)
-    files.read(state, 0, raw)
     try:
-        said = json.loads(bytes(raw.tolist()))
+        said = json.loads(b"".join(state.pieces()))
         shape, block_size, nested = tuple(said["shape"]), said["blocksize"], "nested_offset" in said
         offset = float(said.get("nested_offset", 0.0))
         size = said.get("nested_blocksize", SCALES_NUMEL)
@@ -105,7 +99,7 @@ def _of_bitsandbytes(
     return _checked(nf4, shape, name, state, sections, offset)
 
 
-def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
+def _in_tiles(stored: dict[str, Lazy], name: str, scales: Lazy) -> Packed:
     shape, tiles = stored[name].shape, scales.shape
     sizes = [
         next((size for size in (128, 64, 256, 32) if -(-n // size) == count), 0)
@@ -120,7 +114,7 @@ def _in_tiles(stored: dict[str, Stored], name: str, scales: Stored) -> Packed:
     return _checked(Float8(block=(sizes[0], sizes[1])), shape, name, scales, parts)
 
 
-def _of_gpt_oss(name: str, blocks: Stored, scales: Stored | None) -> Packed:
+def _of_gpt_oss(name: str, blocks: Lazy, scales: Lazy | None) -> Packed:
     """`[experts, columns, blocks in a column, 16]`: columns lie one after another."""
     experts, columns, count, nbytes = blocks.shape
     if nbytes != _BLOCK_NBYTES:
@@ -136,11 +130,11 @@ def _checked(
     kind: Format,
     shape: tuple[int, ...],
     name: str,
-    at: Stored,
-    parts: Mapping[str, Stored | None],
+    at: Lazy,
+    parts: Mapping[str, Lazy | None],
     offset: float = 0.0,
 ) -> Packed:
-    sections: dict[str, Stored] = {}
+    sections: dict[str, Lazy] = {}
     for section in kind.sections(shape):
         part = parts.get(section.name)
         if part is None and section.name != "offset":
@@ -158,14 +152,18 @@ def _checked(
     return Packed(kind, replace(at, name=name, dtype=torch.bfloat16, shape=shape), sections, offset)
 
 
+def _raw(codes: Lazy) -> Lazy:
+    """Codes, of one byte each, as bytes."""
+    read, dtype = codes.read, codes.dtype
+    return replace(codes, dtype=torch.uint8, read=lambda n, into: read(n, into.view(dtype)))
+
+
 def match_packed(
     states: Iterable[LayerState], found: Fit, packed: Mapping[str, Packed]
 ) -> dict[int, PackedReader]:
-    """Returns the readers of the parameters that the checkpoint holds quantised, by id.
-
-    Raises:
-        ValueError: A parameter is not quantised here, or in another format, or it is put together
-            from weights as no format allows.
+    """Returns the readers of the parameters that the checkpoint holds quantised, by id. Raises
+    ValueError if a parameter is not quantised here, or in another format, or it is put together
+    from weights as no format allows.
     """
     by_stand_in = {id(each.stand_in): each for each in packed.values()}
     sharded = sharded_in(states)
@@ -199,15 +197,12 @@ def match_packed(
 class PackedReader:
     """Reads sections of a quantised parameter from those of the weights that it is made of."""
 
-    def __init__(self, index_map: IndexMap[Stored], parts: list[Packed]) -> None:
+    def __init__(self, index_map: IndexMap[Lazy], parts: list[Packed]) -> None:
         self._map, self._parts = index_map, parts
-        codes = [replace(part.sections["codes"], dtype=torch.uint8) for part in parts]
+        codes = [_raw(part.sections["codes"]) for part in parts]
         # where the codes lie, as bytes: of a weight as it is stored, those of 4 bits too
-        self._raw = (
-            Whole(codes[0], (codes[0].numel,))
-            if isinstance(index_map, Whole)
-            else index_map.of(codes)
-        )
+        whole = Whole(codes[0], (codes[0].numel,))
+        self._raw = whole if isinstance(index_map, Whole) else index_map.of(codes)
 
     def problem(self) -> str | None:
         """In words, why blocks would be cut; or None."""
@@ -233,26 +228,24 @@ class PackedReader:
                 return
             size = sizes[name]
             begin, end = byte // size, -(-(byte + len(target)) // size)
-            raw = self._scales(reader, name, begin, end).contiguous().view(torch.uint8)
+            raw = self._scales(name, begin, end).contiguous().view(torch.uint8)
             target.copy_(raw[byte - begin * size :][: len(target)])
 
         weight.rows.fill(piece.start, kept, read)
 
-    def _scales(self, reader: SliceReader, name: str, begin: int, end: int) -> Tensor:
+    def _scales(self, name: str, begin: int, end: int) -> Tensor:
         if name == "offset":
             return torch.tensor([self._parts[0].offset], dtype=torch.float32)
         if isinstance(self._map, Whole):
             stored = self._parts[0].sections[name]
             out = torch.empty(end - begin, dtype=stored.dtype)
-            reader.read(Whole(stored, (stored.numel,)), begin, out)
+            stored.read(begin, out)
             return out
         numbers, places = (each[begin:end] for each in self._tiles())
         out = torch.empty(end - begin, dtype=torch.float32)
         for number in sorted(set(numbers.tolist())):
             stored, mine = self._parts[number].sections["scales"], numbers == number
-            values = torch.empty(stored.numel, dtype=torch.float32)
-            reader.read(Whole(stored, (stored.numel,)), 0, values)
-            out[mine] = values[places[mine]]
+            out[mine] = stored.tensor().float().view(-1)[places[mine]]
         return out
 
     def _tiles(self) -> tuple[Tensor, Tensor]:

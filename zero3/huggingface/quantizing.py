@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..checkpoint.safetensors_files import Stored
+from ..checkpoint.contents import piece_of
+from ..checkpoint.lazy import Lazy
 from ..comm.communicator import Communicator
 from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..faces.quantised import weight_of
 from ..faces.recipes import QuantizedWeight
 from ..quantized.codec import SLICE_NUMEL, Codec
-from .index_maps import IndexMap, View
-from .reading import SliceReader, piece_of
+from .index_maps import IndexMap, SliceReader, View
 
 __all__: list[str] = []
 
@@ -103,7 +103,7 @@ class Quantizer:
 def fill_quantized(
     state: LayerState,
     reader: SliceReader,
-    found: Mapping[int, IndexMap[Stored]],
+    found: Mapping[int, IndexMap[Lazy]],
     error: Exception | None,
 ) -> Exception | None:
     """Quantises the layer's parameters that `found` has, by id. Every rank calls it, also after an
@@ -111,9 +111,8 @@ def fill_quantized(
     """
     for sharded in state.parameters:
         sites, chunk = sharded.sites, sharded.chunk
-        if (weight := weight_of(sites)) is None or (
-            index_map := found.get(id(sites.parameter))
-        ) is None:
+        weight, index_map = weight_of(sites), found.get(id(sites.parameter))
+        if weight is None or index_map is None:
             continue
         if weight.codec.turns(weight.shape):
             index_map = View(index_map, index_map.blank().mT)

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,14 @@ from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import check_dtype
-from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
+from ..checkpoint.lazy import STAGE_BYTES, bytes_of
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
 from ..comm.plain_values import name_of, unreadable
 from ..modules import named
 from ..names import innermost
 from ..optim.state_memory import land_steps
+from .adapters import FILE
 from .outputs import (
     Output,
     bytes_in,
@@ -100,17 +100,16 @@ def save_pretrained(
     with agreeing(first.communicator, first.device, "save_pretrained") as lines:
         check_dtype(dtype)
         land_steps(states_of(model))
-        exports = list(
-            _exports(model, file_operations.directory_of(path), bytes_in(max_shard_size), dtype)
-        )
-        lines += [line for _, export in exports for line in export.lines]
-    for walk, export in exports:
-        export.write(partial(_write, walk))
+        directory = file_operations.directory_of(path)
+        exports = list(_exports(model, directory, bytes_in(max_shard_size), dtype))
+        lines += [line for export in exports for line in export.lines]
+    for export in exports:
+        export.write()
 
 
 def _exports(
     model: nn.Module, directory: Path, max_bytes: int, dtype: torch.dtype | None
-) -> Iterator[tuple[WeightWalk, Export]]:
+) -> Iterator[Export]:
     contents = Contents(model, "save_pretrained")
     extra = _extra_tensors(model, contents)
     owner: Any = innermost(model)
@@ -125,15 +124,15 @@ def _exports(
                 "use zero3.save_merged"
             )
         outputs = outputs_of_model(owner, contents, extra, dtype)
-        export = Export(owner, contents, directory, shards_of(outputs, max_bytes), None)
-        yield WeightWalk(contents, _rearranged(outputs)), export
+        walk = WeightWalk(contents, _rearranged(outputs))
+        yield Export(owner, contents, directory, shards_of(outputs, max_bytes), walk)
         return
     for adapter, config in owner.peft_config.items():
         outputs = outputs_of_adapter(owner, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
         check_unmixed(place, str(getattr(config, "base_model_name_or_path", None) or ""))
-        export = Export(owner, contents, place, {"adapter_model.safetensors": outputs}, adapter)
-        yield WeightWalk(contents, _rearranged(outputs), encoder=(owner, adapter)), export
+        walk = WeightWalk(contents, _rearranged(outputs), encoder=(owner, adapter))
+        yield Export(owner, contents, place, {FILE: outputs}, walk, adapter)
 
 
 def _rearranged(outputs: Iterable[Output]) -> list[Output]:
@@ -155,7 +154,10 @@ def _extra_tensors(model: nn.Module, contents: Contents) -> dict[str, Tensor]:
 
 
 class Export:
-    """The files of one directory, and how ranks write them."""
+    """The files of one directory, and how ranks write them: slices from where they lie, without a
+    gather, so that no rank needs room for a layer; and a share of each tensor that `walk` brings,
+    whose elements are rearranged, or merged.
+    """
 
     def __init__(
         self,
@@ -163,85 +165,122 @@ class Export:
         contents: Contents,
         directory: Path,
         shards: dict[str, list[Output]],
-        adapter: str | None,
+        walk: WeightWalk,
+        adapter: str | None = None,
     ) -> None:
-        self.model = model
-        self.contents = contents
-        self.directory = Path(os.path.abspath(directory))
-        self.shards = shards
-        self.adapter = adapter
+        self._model, self._adapter = model, adapter
+        self._contents, self._walk = contents, walk
+        self._directory = Path(os.path.abspath(directory))
+        self._shards = shards
         self._token = ""
         self._headers = {
-            file: header_of(((o.name, o.dtype, o.shape) for o in shard), dict(_METADATA))
+            file: header_of({output.name: output for output in shard}, dict(_METADATA))
             for file, shard in shards.items()
         }
+        self._places: dict[str, tuple[str, int]] = {}  # of each tensor: the file, where it begins
+        for file, shard in shards.items():
+            place = len(self._headers[file])
+            for output in shard:
+                self._places[output.name] = file, place
+                place += output.nbytes
         contents.check_loaded(sources_of(chain(*shards.values())), "save_pretrained")
 
     @property
     def lines(self) -> list[str]:
         """The texts that ranks compare."""
-        outputs = ((file, each) for file, shard in self.shards.items() for each in shard)
-        return [f"{self.directory / file}: {output.line}" for file, output in outputs]
+        outputs = ((file, each) for file, shard in self._shards.items() for each in shard)
+        return [f"{self._directory / file}: {output.line}" for file, output in outputs]
 
-    def write(self, fill: Callable[[Export], None]) -> None:
-        """`fill`: writes this rank's values into the files. All ranks call it."""
-        contents = self.contents
+    def write(self) -> None:
+        """All ranks call it."""
+        contents = self._contents
         self._token = contents.communicator.exchange(os.urandom(8), contents.device)[0].hex()
         try:
-            for what, work in (
-                ("files", self._begin),
-                ("values", partial(fill, self)),
-                ("end", self._finish),
-            ):
-                with agreeing(
-                    contents.communicator, contents.device, f"the {what} of save_pretrained"
-                ):
+            steps = ("files", self._begin), ("values", self._fill), ("end", self._finish)
+            for what, work in steps:
+                subject = f"the {what} of save_pretrained"
+                with agreeing(contents.communicator, contents.device, subject):
                     # rank 0 makes the files and gives them their names
                     if contents.is_first or what == "values":
                         work()
         except Exception:
             if contents.is_first:
-                for file in self.shards:
+                for file in self._shards:
                     self._temporary(file).unlink(missing_ok=True)
             raise
 
     def _temporary(self, file: str) -> Path:
-        return self.directory / f"{file}.{self._token}"
+        return self._directory / f"{file}.{self._token}"
 
     @contextmanager
-    def opened(self, file: str) -> Iterator[Any]:
+    def _opened(self, file: str) -> Iterator[Any]:
         """Context for writes into a file, which are on the disk at its end."""
         with file_operations.reopen(self._temporary(file)) as opened:
             yield opened
             file_operations.sync(opened)
 
     def _begin(self) -> None:
-        file_operations.make_directory(self.directory)
-        for file, shard in self.shards.items():
+        file_operations.make_directory(self._directory)
+        for file, shard in self._shards.items():
+            header = self._headers[file]
             with file_operations.create(self._temporary(file)) as opened:
-                file_operations.resize(
-                    opened, len(self._headers[file]) + sum(output.nbytes for output in shard)
-                )
-                file_operations.write_at(opened, 0, memoryview(self._headers[file]))
+                file_operations.resize(opened, len(header) + sum(o.nbytes for o in shard))
+                file_operations.write_at(opened, 0, memoryview(header))
                 file_operations.sync(opened)
 
-    def places(self, file: str) -> Iterator[tuple[Output, int]]:
-        """Yields the tensors of a file, and the bytes before each."""
-        place = len(self._headers[file])
-        for output in self.shards[file]:
-            yield output, place
-            place += output.nbytes
+    def _fill(self) -> None:
+        """After an error this rank goes on, because the others need it to gather."""
+        error: Exception | None = None
+        try:
+            self._write_slices()
+        except Exception as caught:
+            error = caught
+        for output, fill_in, _ in self._walk.tensors():
+            try:
+                if error is None:
+                    self._write_share(output, fill_in)
+            except Exception as caught:
+                error = caught
+        if error is not None:
+            raise error
+
+    def _write_slices(self) -> None:
+        walked = {output.name for output in self._walk.outputs}
+        held = _held(self._contents)
+        for file, shard in self._shards.items():
+            if not (outputs := [output for output in shard if output.name not in walked]):
+                continue
+            with self._opened(file) as opened:
+                for output in outputs:
+                    _, place = self._places[output.name]
+                    for start, values in _slices(output, held):
+                        where = place + start * output.dtype.itemsize
+                        _write_values(opened, where, values, output.dtype)
+
+    def _write_share(self, output: Output, fill_in: Callable[[Tensor, int], None]) -> None:
+        contents, (file, place) = self._contents, self._places[output.name]
+        low, high = contents.share(output.numel)
+        # ranks may have other values: rank 0's count
+        if all(source in contents.others for source in output.index_map.sources):
+            low, high = 0, output.numel if contents.is_first else 0
+        with self._opened(file) if low < high else nullcontext() as opened:
+            for start in range(low, high, _AT_ONCE):
+                numel = min(_AT_ONCE, high - start)
+                values = torch.empty(numel, dtype=output.dtype, device=contents.device)
+                fill_in(values, start)
+                where = place + start * output.dtype.itemsize
+                _write_values(opened, where, values, output.dtype)
 
     def _finish(self) -> None:
         """Names the files, and writes the index and the configuration. Rank 0 calls it."""
-        directory = self.directory
-        stem = next(iter(self.shards)).partition(".")[0].partition("-")[0]
+        directory = self._directory
+        stem = next(iter(self._shards)).partition(".")[0].partition("-")[0]
         index = f"{stem}.safetensors.index.json"
-        for file in self.shards:
+        for file in self._shards:
             file_operations.replace(self._temporary(file), directory / file)
-        if len(self.shards) > 1:
-            write_text(directory / index, index_of(self.shards), self._token)
-        kept = {*self.shards, index} if len(self.shards) > 1 else set(self.shards)
+        if len(self._shards) > 1:
+            write_text(directory / index, index_of(self._shards), self._token)
+        kept = {*self._shards, index} if len(self._shards) > 1 else set(self._shards)
         for name in file_operations.names_in(directory):  # of an earlier save into it
             numbered = name.startswith(f"{stem}-") and name.endswith(".safetensors")
             if name not in kept and (numbered or name in (index, f"{stem}.safetensors")):
@@ -250,23 +289,23 @@ class Export:
         file_operations.sync_directory(directory)
 
     def _write_configs(self) -> None:
-        model: Any = self.model
-        if self.adapter is not None:
-            config = copy.deepcopy(model.peft_config[self.adapter])
+        model: Any = self._model
+        if self._adapter is not None:
+            config = copy.deepcopy(model.peft_config[self._adapter])
             config.inference_mode = True
-            config.save_pretrained(str(self.directory))
+            config.save_pretrained(str(self._directory))
             return
         if not hasattr(getattr(model, "config", None), "save_pretrained"):
             return
         config = copy.deepcopy(model.config)
         vars(config).pop("quantization_config", None)  # the files hold values
         config.architectures = [type(model).__name__]
-        dtypes = (output.dtype for shard in self.shards.values() for output in shard)
+        dtypes = (output.dtype for shard in self._shards.values() for output in shard)
         if floating := [dtype for dtype in dtypes if dtype.is_floating_point]:
             config.dtype = name_of(floating[0])
-        config.save_pretrained(str(self.directory))
+        config.save_pretrained(str(self._directory))
         source = Path(str(getattr(model.config, "_name_or_path", "") or ""))
-        elsewhere = source.is_dir() and source.resolve() != self.directory.resolve()
+        elsewhere = source.is_dir() and source.resolve() != self._directory.resolve()
         beside = list(_BESIDE) if elsewhere else []
         if callable(can_generate := getattr(model, "can_generate", None)) and can_generate():
             generation = model.generation_config
@@ -276,27 +315,10 @@ class Export:
             ):
                 beside += ["generation_config.json"] if beside else []
             else:
-                generation.save_pretrained(str(self.directory))
+                generation.save_pretrained(str(self._directory))
         for name in beside:
             if (source / name).is_file():
-                file_operations.copy(source / name, self.directory / name)
-
-
-def _write(walk: WeightWalk, export: Export) -> None:
-    """Every rank writes its slices, without a gather: so no rank needs room for a layer. A tensor
-    whose elements are rearranged comes from the walk, as all do in `save_merged`.
-    """
-    error: Exception | None = None
-    held = _held(export.contents)
-    for file in export.shards:
-        try:
-            _fill_file(export, file, held)
-        # this rank goes on, because the other ranks need it to gather below
-        except Exception as caught:
-            error = error or caught
-    fill(walk, export)
-    if error is not None:
-        raise error
+                file_operations.copy(source / name, self._directory / name)
 
 
 def _held(contents: Contents) -> dict[str, list[tuple[int, Tensor]]]:
@@ -313,50 +335,19 @@ def _held(contents: Contents) -> dict[str, list[tuple[int, Tensor]]]:
     return held
 
 
-def _fill_file(export: Export, file: str, held: dict[str, list[tuple[int, Tensor]]]) -> None:
-    with export.opened(file) as opened:
-        for output, place in export.places(file):
-            index_map, dtype = output.index_map, output.dtype
-            for extent in index_map.extents(0, output.numel) if index_map.is_by_ranges else ():
-                for start, values in held.get(extent.source, []):
-                    low = max(start, extent.at)
-                    high = min(start + values.numel(), extent.at + extent.length)
-                    if low < high:
-                        where = place + (extent.start + low - extent.at) * dtype.itemsize
-                        write_values(opened, where, values[low - start : high - start], dtype)
+def _slices(
+    output: Output, held: dict[str, list[tuple[int, Tensor]]]
+) -> Iterator[tuple[int, Tensor]]:
+    """What this rank holds of a file's tensor: the first element's place in that, and values."""
+    for extent in output.index_map.extents(0, output.numel):
+        for start, values in held.get(extent.source, []):
+            low = max(start, extent.at)
+            high = min(start + values.numel(), extent.at + extent.length)
+            if low < high:
+                yield extent.start + low - extent.at, values[low - start : high - start]
 
 
-def fill(walk: WeightWalk, export: Export) -> None:
-    """Every rank writes its share of each tensor of the walk."""
-    error: Exception | None = None
-    contents = export.contents
-    places = {
-        output.name: (file, place)
-        for file in export.shards
-        for output, place in export.places(file)
-    }
-    for output, fill_in, _ in walk.tensors():
-        file, place = places[output.name]
-        low, high = contents.share(output.numel)
-        # ranks may have other values: rank 0's count
-        if all(source in contents.others for source in output.index_map.sources):
-            low, high = 0, output.numel if contents.is_first else 0
-        try:
-            with export.opened(file) if error is None and low < high else nullcontext() as opened:
-                for start in range(low, high, _AT_ONCE) if opened is not None else ():
-                    numel = min(_AT_ONCE, high - start)
-                    values = torch.empty(numel, dtype=output.dtype, device=contents.device)
-                    fill_in(values, start)
-                    where = place + start * output.dtype.itemsize
-                    write_values(opened, where, values, output.dtype)
-        # this rank goes on, because the others need it to gather
-        except Exception as caught:
-            error = caught
-    if error is not None:
-        raise error
-
-
-def write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
+def _write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
     """Writes from the tensor's memory if it can, and otherwise through a copy of a few MB."""
     if values.device.type == "cpu" and values.dtype == dtype:
         file_operations.write_at(file, where, bytes_of(values))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.contents import check_released
 from ..checkpoint.file_operations import write_at
-from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of, fill
+from ..checkpoint.lazy import STAGE_BYTES, bytes_of
+from ..checkpoint.safetensors_files import fill
 from ..comm.agreement import agreeing
 from ..comm.factory import give_memory_back
 from ..comm.mesh import shards_of

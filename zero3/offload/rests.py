@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.file_operations import write_at
-from ..checkpoint.safetensors_files import bytes_of
+from ..checkpoint.lazy import bytes_of
 from ..comm.streams import Done, Lane, OnHost, Pending, has_streams
 from ..scratch.nameless_file import nameless_file
 

@@ -27,14 +27,7 @@ __all__: list[str] = []
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.pwrite.restype = ctypes.c_ssize_t
@@ -59,9 +52,7 @@ class MappedFiles:
     def __init__(self, directory: str, file: GrowingFile | None = None) -> None:
         """`file`: one that others share, since there may be thousands of these objects, too."""
         self._mapped: list[_Mapped] = []  # sorted by address
-        self._regions = Regions(
-            partial(_map_more, GrowingFile(directory) if file is None else file, self._mapped)
-        )
+        self._regions = Regions(partial(_map_more, file or GrowingFile(directory), self._mapped))
         self._directory = directory
         self._has_warned = False
         self._process = os.getpid()
@@ -69,10 +60,8 @@ class MappedFiles:
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor with any values.
-
-        Raises:
-            OSError, RuntimeError, ValueError: There is no room, or this process is a forked child.
+        """A 1-D tensor with any values. Raises OSError, RuntimeError or ValueError if there is no
+        room, or this process is a forked child.
         """
         self.check_process()
         return self._regions.empty(numel, dtype)
@@ -130,10 +119,7 @@ class MappedFiles:
 
     def bring(self, tensor: Tensor, *, to_write: bool) -> None:
         """Reads a dense tensor into memory, so that its first use does not wait. Returns when that
-        is done. For a thread beside compute.
-
-        Raises:
-            OSError: It can't be read.
+        is done. For a thread beside compute. Raises OSError if it can't be read.
         """
         code = self._advise(tensor, _POPULATE_WRITE if to_write else _POPULATE_READ)
         # kernels before Linux 5.14 read it when it is used
@@ -167,10 +153,7 @@ class MappedFiles:
 
     def write(self, tensor: Tensor, *, wait: bool) -> None:
         """What of a dense tensor has changed goes to the disk, so that the kernel can drop it when
-        memory is short, and needn't wait.
-
-        Raises:
-            OSError: It can't be written.
+        memory is short, and needn't wait. Raises OSError if it can't be written.
         """
         if (pages := self._pages_of(tensor)) is None:
             return
@@ -189,10 +172,7 @@ class MappedFiles:
                 )
 
     def check_process(self) -> None:
-        """
-        Raises:
-            RuntimeError: This is a forked child of the process whose files these are.
-        """
+        """Raises RuntimeError if this is a forked child of the process whose files these are."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"process {os.getpid()} was forked from process {self._process}, whose values "
@@ -207,13 +187,8 @@ class MappedFiles:
         may see.)
         """
         for mapped in self._mapped:
-            _map(
-                mapped.descriptor,
-                mapped.offset,
-                mapped.nbytes,
-                mmap.MAP_PRIVATE | _MAP_FIXED,
-                mapped.address,
-            )
+            flags, place = mmap.MAP_PRIVATE | _MAP_FIXED, mapped.address
+            _map(mapped.descriptor, mapped.offset, mapped.nbytes, flags, place)
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self._pages_of(tensor) is not None

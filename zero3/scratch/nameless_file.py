@@ -11,10 +11,7 @@ __all__: list[str] = []
 
 
 def nameless_file(directory: str) -> FileIO:
-    """
-    Raises:
-        ValueError: `directory` is none, or no file can be made there.
-    """
+    """Raises ValueError if `directory` is none, or no file can be made there."""
     try:
         if not os.path.isdir(directory):
             raise NotADirectoryError("it is no directory")
@@ -28,11 +25,7 @@ def nameless_file(directory: str) -> FileIO:
 
 def room_on_disk(directory: str, nbytes: int) -> FileIO:
     """A file of that many bytes, which it has on the disk: a write to a mapped file on a full disk
-    would end the process.
-
-    Raises:
-        OSError: The disk is full.
-        ValueError: As for `nameless_file`.
+    would end the process. Raises OSError if the disk is full, and ValueError as `nameless_file`.
     """
     file = nameless_file(directory)
     try:
@@ -53,10 +46,7 @@ class GrowingFile:
 
     def take(self, nbytes: int) -> tuple[int, int]:
         """Takes so many more bytes on the disk. Returns the file's descriptor, and where in it they
-        begin.
-
-        Raises:
-            OSError, ValueError: As for `room_on_disk`.
+        begin. Raises OSError or ValueError as for `room_on_disk`.
         """
         if self._file is None:
             self._file = nameless_file(self._directory)

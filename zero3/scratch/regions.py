@@ -34,10 +34,8 @@ class Regions:
         self._free: defaultdict[int, list[Region]] = defaultdict(list)  # by their bytes
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of the host with any values.
-
-        Raises:
-            OSError, RuntimeError, ValueError: There is no such memory left, or none to be had.
+        """A 1-D tensor of the host with any values. Raises OSError, RuntimeError or ValueError if
+        there is no such memory left, or none to be had.
         """
         if not numel:
             return torch.empty(0, dtype=dtype)

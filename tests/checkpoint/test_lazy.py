@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero3.formats.lazy import Lazy, assembled, fills, held, joined
+from zero3.checkpoint.lazy import Lazy, assembled, fills, held, joined
 
 
 def check(lazy: Lazy, expected: Tensor, data: Any) -> None:

@@ -1,35 +1,34 @@
-"""A tensor that lies in files until somebody asks for some of its elements: what a conversion
-moves.
-"""
+"""A tensor that lies in files until somebody asks for some of its elements."""
 
 from __future__ import annotations
 
 import bisect
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import add, gt, lt
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.safetensors_files import STAGE_BYTES, bytes_of
-from .pickled import Made
-
 __all__: list[str] = []
+
+STAGE_BYTES = 1 << 22  # of the buffer between a file and a chunk; a multiple of every dtype's size
 
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
     """`read(start, into)` fills `into` `[n]`, of this dtype, with elements `[start, start + n)` of
-    the flattened tensor.
+    the flattened tensor. `name`, `file`: where it lies in a safetensors file.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, Tensor], object]
+    name: str = ""
+    file: str = ""
 
     @property
     def numel(self) -> int:
@@ -48,7 +47,7 @@ class Lazy:
             yield bytes_of(piece)
 
     def tensor(self) -> Tensor:
-        """All of it, for what is small."""
+        """All of it, in memory."""
         value = torch.empty(self.shape, dtype=self.dtype)
         if value.numel():
             self.read(0, value.view(-1))
@@ -174,35 +173,12 @@ class _Runs:
             self._values.read(number * self._length + low - begin, into[low - start : high - start])
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same lists, tuples and dicts, with `change(leaf)` for each leaf."""
-    if type(value) in (list, tuple):
-        return type(value)(mapped(item, change) for item in value)
-    if type(value) is dict:
-        return {key: mapped(item, change) for key, item in value.items()}
-    return change(value)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values from files say the same, tensors bit by bit."""
-    if isinstance(one, Lazy):
-        alike = isinstance(other, Lazy) and (one.dtype, one.shape) == (other.dtype, other.shape)
-        return alike and all(
-            mine == theirs for mine, theirs in zip(one.pieces(), other.pieces(), strict=True)
-        )
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return [*one] == [*other] and all(same(held, other[key]) for key, held in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, Made):
-        return same(
-            [one.name, one.arguments, one.state], [other.name, other.arguments, other.state]
-        )
-    return bool(one == other or one != one)
-
-
-def small(value: Any) -> Any:
-    """Numbers are read at once."""
-    return value.tensor() if isinstance(value, Lazy) and not value.shape else value
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Returns the memory of a contiguous CPU tensor, to read or write, without a copy. The view
+    keeps the tensor alive.
+    """
+    if not tensor.numel():
+        return memoryview(b"")
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.keeps_alive = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
