@@ -111,14 +111,8 @@ def clip_held(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """As `clip_grad_norm_`, of what an optimizer holds: no other gradient counts, or is scaled.
-
-    Args:
-        model: As for `clip_grad_norm_`.
-        held: The optimizer's parameters. On all ranks they belong to the same one.
-        max_norm: As for `clip_grad_norm_`.
-        norm_type: As for `clip_grad_norm_`.
-        error_if_nonfinite: As for `clip_grad_norm_`.
+    """As `clip_grad_norm_`, of what an optimizer holds, the same one on all ranks: no other
+    gradient counts, or is scaled.
     """
     states, own = used_together(model, "clip_grad_norm_"), set(map(id, held))
     parts = parts_of(states)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..access import used_in_step
+from ..access import sharded_in, used_in_step
 from ..comm.agreement import agree, agree_where_nan
 from ..comm.communicator import is_first
 from ..comm.errors import NamingFailures, Subject
@@ -25,7 +25,6 @@ from ..core.parameters import ShardedParameter
 from ..modules import plain_modules
 from ..names import named_tensors
 from .gradients_in_files import Norms
-from .param_groups import named_parameters
 from .pieces import parts_of
 
 __all__: list[str] = []
@@ -151,18 +150,10 @@ def _named(
     model: nn.Module, states: list[LayerState]
 ) -> list[tuple[str, ShardedParameter | nn.Parameter]]:
     """Every parameter once, also those that are left alone, in the unwrapped model's order."""
-    sharded = [(name, each) for name, _, each in named_parameters(model, states)]
-    alone = {id(each.parameter): each.parameter for each in ignored_in(model, states)}
-    if not alone:
-        return list(sharded)
-    of = {id(each.sites.parameter): (name, each) for name, each in sharded}
-    found = list[tuple[str, ShardedParameter | nn.Parameter]]()
-    for name, tensor in named_tensors(model):
-        if (entry := of.pop(id(tensor), None)) is not None:
-            found.append(entry)
-        elif (parameter := alone.pop(id(tensor), None)) is not None:
-            found.append((name, parameter))
-    return [*found, *of.values()]
+    keys: dict[int, ShardedParameter | nn.Parameter] = {**sharded_in(states)}
+    keys |= {id(each.parameter): each.parameter for each in ignored_in(model, states)}
+    named = named_tensors(model)
+    return [(name, keys.pop(id(tensor))) for name, tensor in named if id(tensor) in keys]
 
 
 def ignored_in(model: nn.Module, states: list[LayerState]) -> list[IgnoredGradient]:

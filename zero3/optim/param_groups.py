@@ -195,15 +195,10 @@ def named_parameters(
     order. A layer may have others, outside of the model.
     """
     owners = {
-        id(sharded.sites.parameter): (state, sharded)
-        for state in states
-        for sharded in state.parameters
+        id(each.sites.parameter): (state, each) for state in states for each in state.parameters
     }
-    found = []
-    for name, tensor in named_tensors(model):
-        if id(tensor) in owners:
-            found.append((name, *owners.pop(id(tensor))))
-    return found
+    named = named_tensors(model)
+    return [(name, *owners.pop(id(tensor))) for name, tensor in named if id(tensor) in owners]
 
 
 def _checked(name: str, answer: Any) -> dict[str, Any]:
