@@ -162,9 +162,11 @@ def writing_at_end(
     try:
         yield
     except BaseException as error:
-        told = f"{caller} ended with {type(error).__name__}: {error}. Nothing was written."
+        cause = RuntimeError(
+            f"{caller} ended with {type(error).__name__}: {error}. Nothing was written."
+        )
         with suppress(RuntimeError):  # of all ranks, and this one has its own
-            agree(communicator, device, subject, [], RuntimeError(told))
+            agree(communicator, device, subject, [], cause)
         raise
     agree(communicator, device, subject, [])
     write()

@@ -64,12 +64,9 @@ def aligned(
 ) -> ChunkLayout:
     """A layout that cuts each slot as optimizers that quantise in blocks can bear it.
 
-    Args:
-        shapes: Name, shape and n of each slot. It is cut only at multiples of n, into pieces of at
-            least 16 n elements, and not at all if its length is no multiple. With an n of 0 it is
-            cut anywhere.
-        world_size: Ranks.
-        loads: What each rank has already. What is not cut goes to whoever has least.
+    `shapes`: name, shape and n of each slot. It is cut only at multiples of n, into pieces of at
+    least 16 n elements, and not at all if its length is no multiple. With an n of 0 it is cut
+    anywhere. `loads`: what each rank has already. What is not cut goes to whoever has least.
     """
     named = [((name, tuple(shape)), math.prod(shape), align) for name, shape, align in shapes]
     grains = {item[0]: _Grain.of(numel, align) for item, numel, align in named}

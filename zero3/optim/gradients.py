@@ -15,11 +15,11 @@ from ..comm.communicator import is_first
 from ..core.chunk import Chunk
 from ..core.flat import split, view
 from ..core.gradient_types import reduce_deferred
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, parts_of
 from ..core.parameters import ShardedParameter
 from .norms import reaching, slice_of
 from .param_groups import named_parameters
-from .pieces import parts_of, trains
+from .pieces import trains
 
 __all__: list[str] = []
 

@@ -20,12 +20,11 @@ from ..core.chunk import Chunk
 from ..core.flat import view
 from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.ignored import IgnoredGradient
-from ..core.layer_state import LayerState, ignored_of
+from ..core.layer_state import LayerState, chunks_of, ignored_of, parts_of
 from ..core.parameters import ShardedParameter
 from ..modules import plain_modules
 from ..names import named_tensors
 from .gradients_in_files import Norms
-from .pieces import parts_of
 
 __all__: list[str] = []
 
@@ -259,21 +258,15 @@ def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
 
 
 def _power(flat: Tensor, order: float) -> Tensor:
-    norm = _norm(flat, order)
-    return norm if math.isinf(order) else norm.double() ** order
-
-
-def _norm(flat: Tensor, order: float) -> Tensor:
-    """In float32 at least. What torch takes no norm of (integers, 8 bits) is converted; of complex
-    numbers the absolute values count.
+    """The norm's, or the largest element. It is taken in float32 at least. What torch takes no norm
+    of (integers, 8 bits) is converted; of complex numbers the absolute values count.
     """
     flat = flat.abs() if flat.is_complex() else flat
     if flat.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         flat = flat.double()
-    norm: Tensor = torch.linalg.vector_norm(
-        flat, order, dtype=torch.promote_types(flat.dtype, torch.float32)
-    )
-    return norm
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=wide)
+    return norm if math.isinf(order) else norm.double() ** order
 
 
 def gradients_to_measure(
@@ -290,8 +283,7 @@ def gradients_to_measure(
     if states[0].communicator.world_size > 1:
         found = [
             in_files.get((chunk, (part.start, part.stop)), part.parameter.grad)
-            for state in states
-            for chunk in state.chunks
+            for chunk in chunks_of(states)
             for part in chunk.parts
         ]
         return [gradient.as_subclass(Tensor) for gradient in found if gradient is not None]

@@ -4,7 +4,6 @@ optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
@@ -64,11 +63,6 @@ class _Placeholder(nn.Parameter):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         _GRAD.__set__(self, gradient)
-
-
-def parts_of(states: Iterable[LayerState]) -> list[nn.Parameter]:
-    """Returns what optimizers may hold of the layers: chunks or their parts, frozen ones too."""
-    return [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
 
 
 def trains(chunk: Chunk, name: str) -> bool:
