@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Literal
 
 from torch import nn
 
-from .comm.agreement import agree, all_go_on
+from .comm.agreement import agree, writing_at_end
 from .comm.communicator import is_first
 from .comm.factory import divide_alike
 from .conductors.conducted import unconducted
@@ -144,17 +145,11 @@ def pinned(
             undone = to == "compute" and not state.pinned  # an outer context may keep changes
             pin(state, to_compute=to == "compute")
             pins.append(Pin(state, undone=undone))
-        error: BaseException | None = None
-        try:
+        first, write = states[0], partial(write_back, states)
+        at_end = writing_at_end(first.communicator, first.device, caller, write)
+        with at_end if to == "write" else nullcontext():
             yield
             written = [name for each in pins for name in each.written()]
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            if to == "write" and all_go_on(states[0].communicator, states[0].device, caller, error):
-                for state in states:
-                    write_back(state)
     finally:
         steps_seen().forget(pins)
         toggled = [name for each in pins for name in each.undo_toggles()] if to != "compute" else []

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from .access import states_of
+from .core.layer_state import parts_of
 from .core.parameters import parameters_of
 from .layer import is_layer
 from .modules import own_name, unwrapped, wrapped_in
@@ -29,12 +30,7 @@ def named_entries(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
     """Yields the same as `named_tensors`, and each module that has extra state, with the name and
     the place of that in the state dict.
     """
-    chunks = {
-        id(part.parameter)
-        for state in states_of(model)
-        for chunk in state.chunks
-        for part in chunk.parts
-    }
+    chunks = set(map(id, parts_of(states_of(model))))
     for prefix, entry in model.named_modules(remove_duplicate=False):
         module = unwrapped(entry)
         dot = own_name(f"{prefix}.") if prefix else ""

@@ -42,18 +42,19 @@ def pin_unloaded(state: LayerState) -> None:
     state.meta_buffers.extend(meta_buffers)
 
 
-def write_back(state: LayerState) -> None:
+def write_back(states: Iterable[LayerState]) -> None:
     """Scatters rank 0's values of the fetched parameters into the chunks of all ranks."""
-    for sharded in state.parameters:
-        # the caller has set parameter.data
-        if sharded.sites.parameter.data_ptr() != sharded.value.data_ptr():
-            sharded.value.copy_(sharded.sites.parameter.data)
-    for chunk in state.chunks:
-        chunk.scatter()
-        if state.pins.number > 1:  # an outer context goes on showing the parameters, on all ranks
-            chunk.full.forget()
-            state.chunks.gather_again(chunk)
-            chunk.finish_fetch()
+    for state in states:
+        for sharded in state.parameters:
+            # the caller has set parameter.data
+            if sharded.sites.parameter.data_ptr() != sharded.value.data_ptr():
+                sharded.value.copy_(sharded.sites.parameter.data)
+        for chunk in state.chunks:
+            chunk.scatter()
+            if state.pins.number > 1:  # an outer context goes on showing parameters, on all ranks
+                chunk.full.forget()
+                state.chunks.gather_again(chunk)
+                chunk.finish_fetch()
 
 
 def refuse_to_write(states: Iterable[LayerState]) -> None:

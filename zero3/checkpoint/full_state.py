@@ -190,7 +190,7 @@ def _load_layer(state: LayerState, values: Mapping[int, Tensor], inside: set[int
         for sharded in state.parameters:
             if id(sharded.sites.parameter) in values:
                 sharded.value.copy_(values[id(sharded.sites.parameter)])
-        write_back(state)
+        write_back([state])
     finally:
         state.unpin()
         for chunk, index in outside:

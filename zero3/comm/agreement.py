@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -149,26 +149,27 @@ def agreeing(
     agree(communicator, device, subject, lines, error, caller=caller)
 
 
-def all_go_on(
-    communicator: Communicator, device: torch.device, caller: str, error: BaseException | None
-) -> bool:
-    """Whether no rank has raised inside a context that writes at its end. `error`: what this rank
-    is about to raise anyway.
+@contextmanager
+def writing_at_end(
+    communicator: Communicator, device: torch.device, caller: str, write: Callable[[], object]
+) -> Iterator[None]:
+    """Context at whose end all ranks `write`, unless one has raised inside.
 
     Raises:
         RuntimeError: Another rank has raised.
     """
-    cause = (
-        RuntimeError(f"{caller} ended with {type(error).__name__}: {error}. Nothing was written.")
-        if error
-        else None
-    )
+    subject = f"the end of {caller}"
     try:
-        agree(communicator, device, f"the end of {caller}", [], cause)
-    except RuntimeError:
-        if error is None:
-            raise
-    return error is None
+        yield
+    except BaseException as error:
+        cause = RuntimeError(
+            f"{caller} ended with {type(error).__name__}: {error}. Nothing was written."
+        )
+        with suppress(RuntimeError):  # of all ranks, and this one has its own
+            agree(communicator, device, subject, [], cause)
+        raise
+    agree(communicator, device, subject, [])
+    write()
 
 
 def agree_where_nan(

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from ..comm.ring import MARKS, Read, directory
 from ..diagnose.hang import Verdict, first_of, models_in
 from ..formats import pickled
-from ..planning.picture import check_target
+from ..planning.result import check_target
 
 __all__: list[str] = []
 

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from ..planning.cluster import cluster_of
-from ..planning.picture import check_target
 from ..planning.plan import plan
-from ..planning.result import Plan
+from ..planning.result import Plan, check_target
 from ..planning.units import parse_bytes, parse_rate
 from ..policy import ShardingPolicy
 from ..quantized.formats import MXFP4, NF4, Float8, Int8

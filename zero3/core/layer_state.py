@@ -432,6 +432,15 @@ class LayerState:
             )
 
 
+def chunks_of(states: Iterable[LayerState]) -> list[Chunk]:
+    return [chunk for state in states for chunk in state.chunks]
+
+
+def parts_of(states: Iterable[LayerState]) -> list[nn.Parameter]:
+    """What optimizers may hold of the layers: chunks or their parts, frozen ones too."""
+    return [part.parameter for chunk in chunks_of(states) for part in chunk.parts]
+
+
 def ignored_of(states: Iterable[LayerState]) -> list[IgnoredGradient]:
     """The gradients of all parameters of the layers that are left alone."""
     return [each for state in states for each in state.gradients.ignored]
@@ -448,7 +457,7 @@ def check_process(states: Iterable[LayerState]) -> None:
         RuntimeError: This is a forked child, and chunks of these layers rest in memory that is its
             parent's.
     """
-    resting = (chunk for state in states for chunk in state.chunks if chunk.store.rests)
+    resting = (chunk for chunk in chunks_of(states) if chunk.store.rests)
     if (chunk := next(resting, None)) is not None:  # all were made in one process
         chunk.store.check_process()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..access import full_params, get_trainable_chunk, is_sharded, states_of
 from ..casting import cast
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..comm.streams import random_state_kept
 from ..core.layer_state import LayerState, ignored_of
 from ..core.parameters import ShardedParameter
@@ -298,18 +298,14 @@ def _plain_step(
 ) -> Tensor:
     """`step` of `plain`, cast as `sharded` is. The gradients go to `plain`, in its own dtypes."""
     computing = _cast_alike(plain, sharded, places)
-    first, value, error = states_of(sharded)[0], torch.zeros(()), None
-    try:
+    first = states_of(sharded)[0]
+    with agreeing(first.communicator, first.device, "check"):
         value = step(computing)
-    # whatever the caller's loss raises: the other ranks wait to hear of it
-    except Exception as caught:
-        error = caught
-    agree(first.communicator, first.device, "check", [], error)
     gradients = {name: parameter.grad for name, parameter in computing.named_parameters()}
     for name, parameter in plain.named_parameters():
         if not parameter.requires_grad:
             continue
-        found, first = gradients[name], states_of(sharded)[0]
+        found = gradients[name]
         if found is None and first.communicator.world_size == 1:
             continue
         place = places.get(name)

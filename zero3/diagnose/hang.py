@@ -81,16 +81,11 @@ def judge(model: Mapping[int, Read]) -> Verdict:
     behind = sorted(rank for rank in model if done[rank] == low)
     if len(behind) == len(model):
         return result | {"verdict": "missing" if result["missing"] else "together"}
-    at = at_of(model[behind[0]])
+    at = _shown(at_of(model[behind[0]])) or {"layer": None, "direction": None, "forward": 0}
     ahead = model[max(model, key=lambda rank: (done[rank], -rank))]
-    return result | {
-        "verdict": "behind",
-        "behind": behind,
-        "layer": at.layer if at else None,
-        "direction": at.direction if at else None,
-        "forward": at.forward if at else 0,
-        "waiting_for": _shown(_after(ahead, *low)),
-    }
+    where = {key: at[key] for key in ("layer", "direction", "forward")}
+    waits = _shown(_after(ahead, *low))
+    return result | where | {"verdict": "behind", "behind": behind, "waiting_for": waits}
 
 
 def _transfers(ring: Read) -> dict[int, Begun]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -178,7 +178,7 @@ class _Recorder:
         self._running: tuple[LayerState, Phase, object] | None = None
         # the layers whose forwards are under way, outer before inner
         self._forwards: list[LayerState] = []
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
         self._start: object = None
         self._stop: object = None
         # of each layer with experts at home: this rank's rows that went to each rank, and how many
@@ -197,14 +197,14 @@ class _Recorder:
         for state in states:
             timed = _Timed(self, state.conductor)
             state.conducted_by(timed)
-            self._undo.append(partial(state.no_longer_by, timed))
+            self._undo.callback(state.no_longer_by, timed)
         lanes = {id(state.chunks.lanes): self._timed_lanes(state.chunks.lanes) for state in states}
         for state in states:
             state.chunks.go_through(lanes[id(state.chunks.lanes)])
-            self._undo.append(partial(_untime, state))
-        for layer in layers_of(model):
-            self._undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
-        self._undo.append(model.register_forward_hook(self._forward_over, always_call=True).remove)
+            self._undo.callback(_untime, state)
+        hooks = [(layer, self._leave) for layer in layers_of(model)] + [(model, self._forward_over)]
+        for module, hook in hooks:
+            self._undo.callback(module.register_forward_hook(hook, always_call=True).remove)
         self._start = self.clock.now()
 
     def _timed_lanes(self, lanes: Lanes) -> Lanes:
@@ -218,8 +218,7 @@ class _Recorder:
     def detach(self) -> None:
         self.close()
         self._stop = self.clock.now()
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def fill(
         self, result: Profile, names: Mapping[LayerState | None, str], prefetch_depth: int
@@ -232,20 +231,12 @@ class _Recorder:
         for t in self.transfers:
             moments = map(at, (t.begin, t.end, t.stopped, t.resumed))
             transfers.append(Transfer(names[t.layer], t.kind, t.phase, t.nbytes, *moments))
-        busiest = {
-            names[layer]: max(rows) * len(rows) / sum(rows)
-            for layer, rows in self._rows.items()
-            if any(rows)
-        }
-        result.loads.update(
-            {
-                names[layer]: self._came[layer] / sum(rows)
-                for layer, rows in self._rows.items()
-                if any(rows)
-            }
-        )
+        for layer, rows in self._rows.items():
+            if sent := sum(rows):
+                result.busiest[names[layer]] = max(rows) * len(rows) / sent
+                result.loads[names[layer]] = self._came[layer] / sent
         result.gates.extend(self.gates)
-        result._finish(at(self._stop), spans, transfers, prefetch_depth, busiest)
+        result._finish(at(self._stop), spans, transfers, prefetch_depth)
 
     # -- what the conductor tells
 

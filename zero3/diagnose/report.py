@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
@@ -9,7 +10,7 @@ from itertools import compress
 from torch import nn
 
 from ..access import states_of
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, chunks_of
 from ..core.layout import megabytes
 from ..experts.at_home import AtHome
 from ..policy import (
@@ -150,26 +151,20 @@ def report(model: nn.Module) -> Report:
     """
     states = states_of(model)
     first = states[0]
-    roots = {
-        id(root)
-        for module in model.modules()
-        if (root := vars(module).get("_zero3_root")) is not None
-    }
+    roots = {id(root) for module in model.modules() if (root := vars(module).get("_zero3_root"))}
     parts = parts_of(model)
     largest = max(states, key=lambda state: (id(state) not in roots, state.chunks.full_nbytes()))
-    chunks: dict[str, int] = {}
-    gathered: dict[str, int] = {}
+    chunks, gathered = Counter[str](), Counter[str]()
     gradients = 0
     for state in states:
         for chunk in state.chunks:
             kind = f"{'trainable' if chunk.shard.requires_grad else 'frozen'} {chunk.stored_as}"
-            chunks[kind] = chunks.get(kind, 0) + chunk.store.taken(chunk.shard.nbytes)
-            before = gathered.get(chunk.gathered_as, 0)
-            gathered[chunk.gathered_as] = before + chunk.full_nbytes
+            chunks[kind] += chunk.store.taken(chunk.shard.nbytes)
+            gathered[chunk.gathered_as] += chunk.full_nbytes
             if chunk.shard.requires_grad:
                 itemsize = landed_dtype(state.policy, chunk.shard.dtype).itemsize
                 gradients += chunk.store.taken(chunk.shard.numel() * itemsize)
-    rests = dict.fromkeys(chunk.store.name for state in states for chunk in state.chunks)
+    rests = dict.fromkeys(chunk.store.name for chunk in chunks_of(states))
     full = [
         state.chunks.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states
     ]
@@ -181,10 +176,10 @@ def report(model: nn.Module) -> Report:
         shards=first.communicator.shards,
         layers=len(states),
         parameters=sum(each.stand_in.numel() for state in states for each in state.parameters),
-        chunks=chunks,
+        chunks=dict(chunks),
         gradients=gradients,
         rests=tuple(rests) or ("memory",),
-        gathered=gathered,
+        gathered=dict(gathered),
         full_parameters=_at_once(states, full, shards_parameters),
         full_gradients=_at_once(states, list(map(_gradient_nbytes, states)), shards_gradients),
         transfers=_rounded(states),

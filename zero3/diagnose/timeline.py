@@ -137,15 +137,11 @@ class Profile:
         spans: Iterable[Span],
         transfers: Iterable[Transfer],
         prefetch_depth: int,
-        busiest: dict[str, float] | None = None,
     ) -> None:
         self.seconds, self._prefetch_depth = seconds, prefetch_depth
-        self.busiest = busiest or {}
         self.spans = sorted(spans, key=lambda span: span.begin)
         self.transfers = sorted(transfers, key=lambda transfer: transfer.begin)
-        labels = dict.fromkeys(
-            [transfer.layer for transfer in self.transfers] + [span.layer for span in self.spans]
-        )
+        labels = dict.fromkeys([t.layer for t in self.transfers] + [s.layer for s in self.spans])
         self.layers = [self._layer(label) for label in labels]
 
     def _layer(self, label: str) -> LayerProfile:
@@ -155,8 +151,7 @@ class Profile:
         )
         return LayerProfile(
             label=label,
-            compute_ms=1e3
-            * sum(span.end - span.begin for span in self.spans if span.layer == label),
+            compute_ms=1e3 * sum(s.end - s.begin for s in self.spans if s.layer == label),
             fetches=len(fetches),
             fetch_wait_ms=1e3 * sum(fetch.exposed for fetch in fetches),
             backups=len(backups),
@@ -315,16 +310,8 @@ def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
         when, high = [(1e3 * first, 1e3 * (last - first))], (place - 0.4, 0.8)
         axes.broken_barh(when, high, facecolor=color, edgecolor="white", linewidth=0.5)
         if last - first > (end - begin) / 60:
-            axes.text(
-                1e3 * (first + last) / 2,
-                place,
-                text,
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white",
-                clip_on=True,
-            )
+            style = {"ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+            axes.text(1e3 * (first + last) / 2, place, text, clip_on=True, **style)
 
     for span in profile.spans:
         bar("compute", span.phase, span.begin, span.end, numbers[span.layer])
@@ -338,13 +325,8 @@ def _draw(axes: Any, profile: Profile, begin: float, end: float) -> None:
     axes.set_xlabel("ms")
     for kind, color in _COLORS.items():
         axes.broken_barh([], (0, 0), facecolor=color, label=kind)
-    axes.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, 1.18),
-        ncols=len(_COLORS),
-        fontsize=8,
-        frameon=False,
-    )
+    over = {"loc": "upper center", "bbox_to_anchor": (0.5, 1.18), "ncols": len(_COLORS)}
+    axes.legend(**over, fontsize=8, frameon=False)
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:

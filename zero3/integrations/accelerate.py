@@ -107,11 +107,7 @@ class Zero3Accelerator(Accelerator):
 
     scaler: Any
     native_amp: bool
-    step: int
     _optimizers: list[Any]
-    _schedulers: list[Any]
-    _custom_objects: list[Any]
-    _models: list[Any]
     _step_loaded: int
 
     def __init__(
@@ -276,14 +272,12 @@ class Zero3Accelerator(Accelerator):
             check_held(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
-    @contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
         """As accelerate's, but nothing where the policy of the prepared models says in which dtype
         they compute.
         """
         low = any(computes_in_low_precision(model) for model in self._sharded())
-        with nullcontext() if low else super().autocast(autocast_handler):
-            yield
+        return nullcontext() if low else super().autocast(autocast_handler)
 
     # -- a step
 
@@ -318,11 +312,9 @@ class Zero3Accelerator(Accelerator):
         self.unscale_gradients()
         return clip_grad_norm_(models, max_norm, norm_type)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backwards keep whole gradients, and do not reduce them: see `zero3.no_sync`."""
-        with no_sync(model) if is_sharded(model) else super().no_sync(model):
-            yield
+        return no_sync(model) if is_sharded(model) else super().no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:

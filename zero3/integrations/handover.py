@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..access import get_trainable_chunk
+from ..access import get_trainable_chunk, states_of
+from ..core.layer_state import parts_of
 from ..core.released import ReleasedParameter
 from ..guards.marks import ignored_by, state_of
-from ..optim.check_optimizer import check_exact, check_optimizer
-from ..optim.param_groups import param_groups
-from ..optim.pieces import parts_of
+from ..optim.check_optimizer import check_exact, check_optimizer, owned_by
+from ..optim.param_groups import named_parameters, param_groups
 from ..optim.probe import fitting
 from ..optim.several import held_by, members_of
-from .own_settings import forget_places, settings_of, tell_parts
 
 __all__: list[str] = []
 
@@ -51,7 +51,7 @@ class Handover:
                     if id(parameter) in known:
                         places[id(parameter)] = number, index
             check_held(optimizer, known)
-        self._settings = [settings_of(optimizer) for optimizer in self._optimizers]
+        self._settings = [_settings_of(optimizer) for optimizer in self._optimizers]
         used = set(places.values())
         self._cuts = {place: _cut(self._optimizers[place[0]], place[1]) for place in used}
         self._places = [
@@ -65,7 +65,7 @@ class Handover:
 
     def finish(self) -> None:
         for number, optimizer in enumerate(self._optimizers):
-            forget_places(optimizer)
+            _forget_places(optimizer)
             for index, group in enumerate(optimizer.param_groups):
                 group.update(self._cuts.get((number, index), {}))
                 group["params"] = [
@@ -159,3 +159,45 @@ def check_held(optimizer: torch.optim.Optimizer, known: Container[int] = ()) -> 
                 f"the {kind} has made steps already, and its state has the shapes of whole "
                 "parameters. Prepare it before its first step"
             )
+
+
+def _settings_of(optimizer: Any) -> dict[int, dict[str, Any]]:
+    """What bitsandbytes was told of single parameters, by `override_config` or by its own layers:
+    by the id of a parameter of the unsharded model. It knows them by their ids, or by their places
+    in groups, and the optimizer of a sharded model holds parts.
+    """
+    manager = getattr(optimizer, "mng", None)
+    by_place = getattr(manager, "index2config", {})
+    found = {
+        id(parameter): by_place[number, place]
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+        if (number, place) in by_place
+    } | dict(getattr(manager, "pid2config", {}))
+    for module, name, config in getattr(manager, "module_weight_config_triple", ()):
+        found[id(getattr(module, name))] = config
+    return found
+
+
+def _forget_places(optimizer: Any) -> None:
+    """Other parameters are in its groups' places now."""
+    by_place = getattr(getattr(optimizer, "mng", None), "index2config", {})
+    for place in [place for place in by_place if place[0] < len(optimizer.param_groups)]:
+        del by_place[place]
+
+
+def tell_parts(optimizer: Any, model: nn.Module, settings: Mapping[int, dict[str, Any]]) -> None:
+    """Tells it the same of the parts that hold these parameters now."""
+    states = states_of(model)
+    slots = {
+        (state, sharded.sites.name): settings[id(sharded.sites.parameter)]
+        for _, state, sharded in named_parameters(model, states)
+        if id(sharded.sites.parameter) in settings
+    }
+    for each in owned_by(states).values() if slots else ():
+        part = each.part.parameter
+        for config in (slots.get((each.state, piece.slot.name)) for piece, _ in each.pieces()):
+            if config is not None:
+                optimizer.mng.override_config(part, key_value_dict=dict(config))
+                # another parameter may have its id later
+                weakref.finalize(part, optimizer.mng.pid2config.pop, id(part), None)

@@ -21,6 +21,7 @@ from ..comm.factory import communicator_for, mesh_of_parts
 from ..core.layer_state import LayerState, ignored_of
 from ..guards.module_overrides import Override
 from ..layer import Zero3Layer, enter_root, layers_of, run_sharded
+from ..modules import named
 from ..policy import ShardingPolicy
 from ..shard import PolicyOf, logging_only, shard
 from ..towers.choosing import Optional
@@ -42,22 +43,14 @@ def policy_for(mixed_precision: str) -> ShardingPolicy:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an integration shards models.
+    """How an integration shards models. What is not explained here is as for `shard`."""
 
-    Attributes:
-        policy: As for `shard`. None: what mixed precision asks for, with float32 masters.
-        layers: As for `shard`.
-        optional: As for `shard`.
-        head_in_root: The output head is no layer of its own, for callers that read its weight
-            outside of its forward.
-        parts: The number of ranks that hold parts of the same sequences.
-    """
-
-    policy: Policy = None
+    policy: Policy = None  # None: what mixed precision asks for, with float32 masters
     layers: Layers = None
     optional: Optional = None
+    # the output head is no layer, for callers that read its weight outside of its forward
     head_in_root: bool = False
-    parts: int = 1
+    parts: int = 1  # the ranks that hold parts of the same sequences
 
     def shard(self, model: nn.Module, device: torch.device, mixed_precision: str) -> None:
         """Shards `model` as `zero3.shard` does.
@@ -110,7 +103,7 @@ def refuse_ignored(model: nn.Module) -> None:
         if trained:
             raise ValueError(
                 f"ShardingPolicy(ignored=...) leaves {len(trained)} parameters alone that train: "
-                f"{', '.join(trained[:3])}{', ...' if trained[3:] else ''}. Nobody would average "
+                f"{named(trained, 3)}. Nobody would average "
                 "their gradients over ranks. Freeze them (requires_grad_(False)), leave out "
                 "`ignored`, or write the loop yourself, with zero3.shard"
             )
@@ -162,7 +155,7 @@ def _refuse_without_values(model: nn.Module, device: torch.device) -> None:
         if empty and is_first(communicator_for(None, device)):
             raise ValueError(
                 f"this {type(model).__name__} has no values "
-                f"({', '.join(empty[:3])}{', ...' if empty[3:] else ''} on the meta device), and "
+                f"({named(empty, 3)} on the meta device), and "
                 "training would begin from nothing. Shard it first (zero3.shard), fill it with "
                 "zero3.load_pretrained(model, directory) or zero3.materialize(model), and pass it "
                 "then"

@@ -31,6 +31,7 @@ from ..comm.agreement import exchange_texts
 from ..comm.communicator import Communicator
 from ..comm.factory import communicator_for
 from ..comm.plain_values import decode
+from ..core.layer_state import chunks_of
 from ..huggingface.load_pretrained import load_pretrained
 from ..huggingface.outputs import has_adapters
 from .alike import all_ranks
@@ -43,7 +44,7 @@ _OURS = "zero3"
 
 def _has_masters(model: nn.Module) -> bool:
     """Whether what trains is kept in another dtype than the files of `save_pretrained` have."""
-    chunks = (chunk for state in states_of(model) for chunk in state.chunks)
+    chunks = chunks_of(states_of(model))
     return any(c.shard.requires_grad and c.own_dtype != c.shard.dtype for c in chunks)
 
 

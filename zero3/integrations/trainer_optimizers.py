@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ..access import states_of
+from ..modules import named
 from ..optim.param_groups import named_parameters, param_groups
 from ..optim.probe import fitting
 from ..optim.several import OptimizerList
 from ..policy import ParamInfo
-from .own_settings import tell_parts
+from .handover import tell_parts
 
 __all__: list[str] = []
 
@@ -99,7 +100,7 @@ def _tried(
     if made and refused:
         raise ValueError(
             f"{kind.__name__} does not take {len(refused)} of the model's parameters: "
-            f"{', '.join(refused[:4])}{', ...' if len(refused) > 4 else ''}. Give them to another "
+            f"{named(refused, 4)}. Give them to another "
             "one: zero3.OptimizerList(muon, adamw), each over its groups of zero3.param_groups"
         )
     return next(iter(made.values()), None)

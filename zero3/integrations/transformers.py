@@ -298,7 +298,7 @@ class Zero3Mixin(_Base):
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = self._newest_whole_checkpoint()
             elif resume_from_checkpoint:
-                self._check(Path(resume_from_checkpoint))
+                checkpoints.check(Path(resume_from_checkpoint), self.args.device)
                 values = {"resume_from_checkpoint": checkpoints.step_of(resume_from_checkpoint)}
                 what = "the step that they go on from"
                 check_alike(self.args.device, what, values, "Give every rank the same", "train")
@@ -541,7 +541,7 @@ class Zero3Mixin(_Base):
         broken: list[str] = []
         for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
             try:
-                self._check(path)
+                checkpoints.check(path, self.args.device)
             except ValueError as error:
                 broken.append(str(error))
                 warnings.warn(
@@ -555,25 +555,12 @@ class Zero3Mixin(_Base):
             )
         return True
 
-    def _check(self, checkpoint: Path) -> None:
-        checkpoints.check(checkpoint, self.args.device)
-
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
 
 
 class Zero3Trainer(Zero3Mixin, Trainer):
-    """transformers' `Trainer` with `Zero3Mixin`, which says what it does.
-
-    Args:
-        args: As for `transformers.Trainer`.
-        policy: As for `zero3.shard`.
-        layers: As for `zero3.shard`.
-        optional: As for `zero3.shard`.
-        kwargs: As for `transformers.Trainer`.
-
-    Raises:
-        ValueError: As `Zero3Mixin`.
+    """transformers' `Trainer` with `Zero3Mixin`, which says what it does, takes and raises.
 
     Example::
 

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -73,21 +72,13 @@ def offload_activations(
     return _Offloaded(None if to == "cpu" else place, min_bytes)
 
 
-class _Offloaded:
-    """`saved_tensors_hooks` that may be entered again."""
-
+class _Offloaded(saved_tensors_hooks):
     def __init__(self, directory: str | None, min_bytes: int) -> None:
         self._store = _Depot(ScratchFile(directory) if directory is not None else None, min_bytes)
-        self._hooks: list[saved_tensors_hooks] = []
+        super().__init__(self._store.pack, self._store.unpack)
 
-    def __enter__(self) -> Self:
-        hooks = saved_tensors_hooks(self._store.pack, self._store.unpack)
-        hooks.__enter__()
-        self._hooks.append(hooks)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.pop().__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self._store.trim()
 
 
@@ -111,19 +102,17 @@ class _Depot:
         if not self._goes(tensor):
             return tensor
         with self._lock:
-            return self._pack(tensor)
-
-    def _pack(self, tensor: Tensor) -> _Activation:
-        leaving = self._still_here()
-        if (saved := next((saved for saved in leaving if saved.is_of(tensor)), None)) is None:
-            saved = self._send(tensor)
-            at_once = self._largest_before(saved.number)
-            while sum(other.nbytes for other in leaving) > at_once:
-                leaving.pop(0).leave()
-                self._leaving.popleft()
-                self.gave_back += saved.nbytes
-            self.trim(but=at_once)
-        return saved
+            self._leaving = deque(number for number in self._leaving if number in self._saved)
+            leaving = [self._saved[number] for number in self._leaving]
+            if (saved := next((saved for saved in leaving if saved.is_of(tensor)), None)) is None:
+                saved = self._send(tensor)
+                at_once = self._largest_before(saved.number)
+                while sum(other.nbytes for other in leaving) > at_once:
+                    leaving.pop(0).leave()
+                    self._leaving.popleft()
+                    self.gave_back += saved.nbytes
+                self.trim(but=at_once)
+            return saved
 
     def trim(self, but: int = 0) -> None:
         """Returns to the system what has left, unless that is less than `but` bytes. On the host,
@@ -143,10 +132,6 @@ class _Depot:
         if tensor.is_conj() or tensor.is_neg():  # its bytes are not its values
             return False
         return self._file is not None or has_streams(tensor.device)
-
-    def _still_here(self) -> list[_Activation]:
-        self._leaving = deque(number for number in self._leaving if number in self._saved)
-        return [self._saved[number] for number in self._leaving]
 
     def _send(self, tensor: Tensor) -> _Activation:
         is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -210,13 +195,8 @@ class _Activation:
             return False
         # alive, so nothing else can lie there
         mine = (self._shape, self._stride, self._dtype, flat.data_ptr(), self._version)
-        return mine == (
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.data_ptr(),
-            tensor._version,
-        )
+        its = (tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr(), tensor._version)
+        return mine == its
 
     def leave(self) -> None:
         """Frees the tensor's own memory, once the copy is made. It stays if no place is found for

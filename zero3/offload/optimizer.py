@@ -20,7 +20,6 @@ from ..optim.state_memory import land_steps
 from ..policy import directory_of, shards_gradients
 from .in_backward import InBackward, check_unstepped
 from .one_by_one import step_of
-from .state_files import StateFiles
 from .turns import Turns, layers_of
 
 __all__: list[str] = []
@@ -119,7 +118,7 @@ def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | No
         if in_backward:
             check_unstepped(optimizer)
         land_steps(states)  # of an optimizer before this one
-        turns = Turns({directory: StateFiles(directory) for directory in directories})
+        turns = Turns(directories)
         turns.reserve(optimizer)
     return turns
 

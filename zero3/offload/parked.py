@@ -5,8 +5,8 @@ and an engine has the device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NoReturn
 from weakref import finalize
@@ -28,7 +28,7 @@ from ..core.collectives import Collective
 from ..core.flat import not_a_number
 from ..core.full_buffer import MovableMemory
 from ..core.gradient_types import DeferredGradient
-from ..core.layer_state import LayerState, accounts_of, ignored_of
+from ..core.layer_state import LayerState, accounts_of, chunks_of, ignored_of, parts_of
 from ..door import Door, used_between
 from ..optim.several import held_by, members_of
 from ..optim.state_memory import land_steps
@@ -102,15 +102,13 @@ class _Parking(AbstractContextManager[None]):
             place = place_of(to, 'parked(to=) must be "cpu" or a directory')
             rest = _HostCopies() if to == "cpu" else _ParkingFile(os.path.abspath(place))
             self._away = _Away(states, members, rest)
-        self._door = Door(states, _refuse)
-        self._hooks = [
-            hook(partial(_refuse, what))
-            for each in members
-            for what, hook in (
-                ("saves an optimizer's state", each.register_state_dict_pre_hook),
-                ("loads an optimizer's state", each.register_load_state_dict_pre_hook),
-            )
-        ]
+        self._refusals = ExitStack()
+        self._refusals.callback(Door(states, _refuse).open)
+        for each in members:
+            saves = partial(_refuse, "saves an optimizer's state")
+            loads = partial(_refuse, "loads an optimizer's state")
+            self._refusals.callback(each.register_state_dict_pre_hook(saves).remove)
+            self._refusals.callback(each.register_load_state_dict_pre_hook(loads).remove)
         try:
             self._away.leave()
             give_memory_back(shards_of(unconducted(first.communicator)))
@@ -124,9 +122,7 @@ class _Parking(AbstractContextManager[None]):
         with agreeing(first.communicator, first.device, "the end of parked", "parked"):
             self._away.come_back()
         del self._away
-        self._door.open()
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._refusals.close()
 
 
 def _refuse(what: Collective | str, *_: object) -> NoReturn:
@@ -139,8 +135,7 @@ def _check(states: Sequence[LayerState], members: Sequence[Any]) -> None:
     check_released(states, "parked")
     if any(state.gradients.holds for state in states):
         raise RuntimeError("parked inside step_guard: put it around the guard")
-    own = {id(part.parameter) for s in states for chunk in s.chunks for part in chunk.parts}
-    own |= {id(each.parameter) for each in ignored_of(states)}
+    own = {*map(id, parts_of(states)), *(id(each.parameter) for each in ignored_of(states))}
     # an empty parameter stands in a group of which this rank has nothing
     if strange := [p for p in held_by(*members) if p.numel() and id(p) not in own]:
         raise ValueError(
@@ -222,15 +217,14 @@ class _Away:
     def __init__(
         self, states: Sequence[LayerState], members: Iterable[Any], rest: _HostCopies | _ParkingFile
     ) -> None:
-        chunks = [chunk for state in states for chunk in state.chunks]
-        parts = [part.parameter for chunk in chunks for part in chunk.parts]
+        parts = parts_of(states)
         kept = [(p, p.grad) for p in parts if p.grad is not None]
-        reached: list[Tensor] = [*(chunk.shard for chunk in chunks), *parts]
+        reached: list[Tensor] = [*(chunk.shard for chunk in chunks_of(states)), *parts]
         reached += _tensors([list(member.state.values()) for member in members])
         reduced = [g.earlier if isinstance(g, DeferredGradient) else g for _, g in kept]
         reached += _tensors([reduced, [vars(g).get("zero3_exact") for _, g in kept]])
         inner = [t for account in accounts_of(states) for t in account.held]
-        self._rest, self._undo = rest, list[Callable[[], object]]()
+        self._rest, self._undo = rest, ExitStack()
         self._is_gone = False
         with as_plain_tensors():
             found = {memory.address: memory for memory in map(MovableMemory, [*reached, *inner])}
@@ -256,13 +250,13 @@ class _Away:
         for parameter, gradient in self._gradients:
             stand_in = DeferredGradient.like(parameter, _Parked, stands_in=True)
             parameter.grad = stand_in
-            self._undo.append(partial(_bring, parameter, gradient, stand_in))
+            self._undo.callback(_bring, parameter, gradient, stand_in)
         for sharded in self._released:
-            self._undo.append(partial(sharded.sites.hide, sharded.sites.data()))
+            self._undo.callback(sharded.sites.hide, sharded.sites.data())
             sharded.sites.hide(sharded.stand_in)
         with as_plain_tensors():
             for tensor in self._reached:
-                self._undo.append(partial(_set_data, tensor, tensor.data))
+                self._undo.callback(_set_data, tensor, tensor.data)
                 tensor.data = not_a_number(tensor.dtype, tensor.device).expand(tensor.shape)
         for memory in self._memories.values():
             memory.give_back()
@@ -288,8 +282,7 @@ class _Away:
                 "ranks (its __exit__(None, None, None))"
             ) from error
         self._is_gone = False
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 def _tensors(holders: Iterable[Any]) -> list[Tensor]:

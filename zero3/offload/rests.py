@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from threading import Lock
-from typing import Protocol
 from weakref import finalize
 
 import torch
@@ -24,24 +23,10 @@ from ..scratch.nameless_file import nameless_file
 __all__: list[str] = []
 
 
-class Rest(Protocol):
-    """Made with a flat, dense tensor, of which it begins to make a copy."""
-
-    def left(self) -> bool:
-        """Whether the tensor may be freed now. (If so, compute comes after the copy.)"""
-        ...
-
-    def come(self) -> None:
-        """Begins the way back."""
-        ...
-
-    def arrived(self) -> Tensor:
-        """The tensor, flat, after `come`. The compute stream may use it."""
-        ...
-
-
 class InHostMemory:
-    """A tensor of an accelerator, in pinned memory of the host. The host never waits."""
+    """A copy of a flat, dense tensor of an accelerator, in pinned memory of the host. The host
+    never waits.
+    """
 
     def __init__(self, flat: Tensor, lane: Lane) -> None:
         self._lane, self._device = lane, flat.device
@@ -58,16 +43,19 @@ class InHostMemory:
         return busy
 
     def left(self) -> bool:
+        """Whether the tensor may be freed now. (If so, compute comes after the copy.)"""
         self._settle()
         return True
 
     def come(self) -> None:
+        """Begins the way back."""
         self._busy = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
         with self._lane.issue():
             self._busy.copy_(self._host, non_blocking=True)
             self._mark = self._lane.complete(Done())
 
     def arrived(self) -> Tensor:
+        """The tensor, flat, after `come`. The compute stream may use it."""
         return self._settle()
 
     def __del__(self) -> None:
@@ -128,8 +116,8 @@ def _close(threads: ThreadPoolExecutor, file: FileIO) -> None:
 
 
 class InScratchFile:
-    """A tensor in a file, written and read by the file's threads. One of an accelerator passes
-    through pinned memory of the host.
+    """As `InHostMemory`, in a file, written and read by the file's threads. A tensor of an
+    accelerator passes through pinned memory of the host.
     """
 
     def __init__(self, file: ScratchFile, flat: Tensor, lane: Lane) -> None:
@@ -192,3 +180,6 @@ class InScratchFile:
         self._settle()
         if self._place is not None:
             self._file.give_back(self._place, self._nbytes)
+
+
+Rest = InHostMemory | InScratchFile

@@ -4,14 +4,17 @@ and those of the last one leave.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
@@ -21,13 +24,68 @@ from ..guards.unreached import left_alone
 from ..optim.several import held_by
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
+from ..scratch.mapped_files import MappedFiles
 from ..stores.resting import resting_place
 from ..stores.untouched import to_bring, touch
 from .one_by_one import narrowed, try_out
-from .state_files import StateFiles, ZerosInFiles
 from .traffic import Traffic, Visit
 
 __all__: list[str] = []
+
+
+class StateFiles:
+    """Memory for the state of one optimizer, beside the chunks in one directory."""
+
+    def __init__(self, directory: str) -> None:
+        self.files = MappedFiles(directory)
+        self._reserved: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> None:
+        """
+        Raises:
+            OSError: The disk is full.
+            ValueError: There is no such directory.
+        """
+        self._reserved[numel, dtype].append(self.files.empty(numel, dtype))
+
+    def place(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A 1-D tensor with any values. None, at first with a warning, if there is no room."""
+        if reserved := self._reserved[numel, dtype]:
+            return reserved.pop()
+        return self.files.place(numel, dtype, "state of the optimizer")
+
+    def take_in(self, state: MutableMapping[str, Any]) -> None:
+        """Moves those tensors of one parameter's state into files that are not there yet."""
+        for key, value in state.items():
+            if type(value) is not Tensor or not value.ndim or value.device.type != "cpu":
+                continue
+            place = None if value in self.files else self.place(value.numel(), value.dtype)
+            if place is not None:
+                state[key] = place.view(value.shape).copy_(value)
+
+
+class ZerosInFiles(TorchFunctionMode):
+    """Inside, an optimizer that makes state as zeros like a parameter makes it in a file, so that
+    it is never in memory.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], files: StateFiles) -> None:
+        super().__init__()
+        self._own = {id(parameter) for parameter in parameters}
+        self._files = files
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if (
+            func is torch.zeros_like
+            and id(args[0]) in self._own
+            and options.keys() <= {"memory_format", "dtype"}
+        ):
+            like = args[0]
+            place = self._files.place(like.numel(), options.get("dtype") or like.dtype)
+            if place is not None:
+                return place.zero_().view(like.shape)
+        return func(*args, **options)
 
 
 def layers_of(optimizer: torch.optim.Optimizer) -> list[LayerState]:
@@ -49,8 +107,7 @@ class Turn:
     parameters: dict[int, list[nn.Parameter]] = field(default_factory=dict)
 
     def all(self) -> Iterator[nn.Parameter]:
-        for parameters in self.parameters.values():
-            yield from parameters
+        return chain.from_iterable(self.parameters.values())
 
     def visit(self, optimizer: torch.optim.Optimizer) -> Visit | None:
         """What lies in files of all that the turn works on."""
@@ -73,13 +130,13 @@ class Turn:
 
 
 class Turns:
-    """Makes an optimizer's turns. `files`: where its state lies, by the directory of the chunks.
+    """Makes an optimizer's turns. Its state lies in the directories of the chunks.
 
     When a turn's numbers are here, those of the turn before the last one have left.
     """
 
-    def __init__(self, files: dict[str, StateFiles]) -> None:
-        self._files = files
+    def __init__(self, directories: Iterable[str]) -> None:
+        self._files = {directory: StateFiles(directory) for directory in directories}
         self.traffic = Traffic()
         self._groups = 0  # whose parameters lead loads and saves here
         # the turn whose numbers are on their way
@@ -160,12 +217,9 @@ class Turns:
         step: Callable[[], object],
     ) -> None:
         """Makes one turn, while the numbers of the following one come."""
-        expected, self._coming = self._coming, None
-        here = (
-            expected[1]
-            if expected is not None and expected[0] is turn
-            else self._bring(optimizer, turn)
-        )
+        (expected, here), self._coming = self._coming or (None, None), None
+        if expected is not turn:
+            here = self._bring(optimizer, turn)
         if following is not None:
             self._coming = following, self._bring(optimizer, following)
         groups = optimizer.param_groups
@@ -179,8 +233,7 @@ class Turns:
             self.traffic.let_go(visit._replace(gradients=[]))
 
     def _bring(self, optimizer: torch.optim.Optimizer, turn: Turn) -> Future[None] | None:
-        visit = turn.visit(optimizer)
-        return self.traffic.bring(visit) if visit is not None else None
+        return self.traffic.bring(visit) if (visit := turn.visit(optimizer)) else None
 
     def _step(
         self, optimizer: torch.optim.Optimizer, turn: Turn, step: Callable[[], object]

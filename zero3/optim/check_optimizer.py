@@ -21,19 +21,11 @@ from ..core.layer_state import LayerState
 from ..core.layout import Piece
 from ..core.released import ReleasedParameter
 from ..guards.optimizer_steps import empty_groups, label_of
+from ..modules import named
 from .cuts import are_blocks
 from .param_groups import named_parameters
 from .pieces import Superseded
-from .probe import (
-    CannotProbe,
-    builder,
-    fitting,
-    longest,
-    probe_aligned,
-    probe_blocks,
-    probe_flat,
-    probe_whole,
-)
+from .probe import CannotProbe, Trial, builder, fitting, longest
 from .several import Optimizers, held_by, members_of
 
 __all__: list[str] = []
@@ -169,16 +161,12 @@ def _check_groups(
             raise ValueError(
                 f"{label_of(optimizer, number)} is empty. Was it made by a filter over "
                 f"model.named_parameters()? These are {len(chunks)} flat chunks now "
-                f"({_listed(chunks)}): no name or shape of the "
-                f"model's {len(names)} parameters ({_listed(names)}) is found among them, and all "
+                f"({named(chunks, 3)}): no name or shape of the "
+                f"model's {len(names)} parameters ({named(names, 3)}) is found among them, and all "
                 "parameters of a chunk would get the options of the group that holds it. "
                 "zero3.param_groups(model, lambda name, info: {...}) makes groups by the "
                 "parameters' own names and shapes"
             )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
 def _check_held(
@@ -217,40 +205,36 @@ def _check_maths(states: list[LayerState], optimizer: torch.optim.Optimizer, str
     first, found = states[0], owned_by(states)
     ranks = min(2, first.communicator.shards)
     for group in optimizer.param_groups:
-        build, align = builder(optimizer, group), group.get("align", 0)
+        align, least = group.get("align", 0), longest(optimizer, group)
+        trial = Trial(builder(optimizer, group), first.device, ranks, least)
         owned = [found[id(p)] for p in group["params"] if id(p) in found and p.numel()]
         check_aligned(group, owned, type(optimizer).__name__)
         parts = [each.part for each in owned]
         ndims = sorted({part.parameter.ndim for part in parts if part.whole})
         try:
-            if ndims and (reason := probe_whole(build, first.device, ranks, ndims)):
+            if ndims and (reason := trial.whole(ndims)):
                 raise ValueError(
                     f"{_named(optimizer, group)} takes something over several parameters at once, "
                     f"which lie on several ranks: {reason}"
                 )
             # a rank's own experts, of all: `[E_r, ...]` of `[E, ...]`
             cut = sorted({e.part.parameter.ndim for e in owned if e.part.whole and e.chunk.in_part})
-            if cut and (reason := probe_blocks(build, first.device, ranks, cut)):
+            if cut and (reason := trial.blocks(cut)):
                 raise ValueError(
                     f"{_named(optimizer, group)} takes something over all experts of a parameter "
                     "at once, and each rank has its own (expert_parallel=True): "
                     f"{reason}. Take an optimizer that treats the first dimension as a batch, or "
                     "gather these experts"
                 )
-            if not all(part.whole for part in parts):
-                least, device = longest(optimizer, group), first.device
-                reason = (
-                    probe_aligned(build, device, ranks, align, least)
-                    if align
-                    else probe_flat(build, device, ranks, least)
+            if not all(part.whole for part in parts) and (
+                reason := trial.aligned(align) if align else trial.flat()
+            ):
+                slices = f"slices cut at multiples of {align}" if align else "flat slices"
+                raise ValueError(
+                    f"{_named(optimizer, group)} does more than treat each element by itself, but "
+                    f"has {slices} of parameters: {reason}"
+                    f"{_remedy(fitting(optimizer, group, first.device) or {})}"
                 )
-                if reason:
-                    slices = f"slices cut at multiples of {align}" if align else "flat slices"
-                    raise ValueError(
-                        f"{_named(optimizer, group)} does more than treat each element by itself, "
-                        f"but has {slices} of parameters: {reason}"
-                        f"{_remedy(fitting(optimizer, group, device) or {})}"
-                    )
         except CannotProbe as cause:
             if strict:
                 raise ValueError(

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ..access import used_in_step, used_together
 from ..comm.streams import on_device
 from ..core.gradient_types import reduce_deferred
-from ..core.layer_state import LayerState, ignored_of
+from ..core.layer_state import LayerState, ignored_of, parts_of
 from .gradients_in_files import gradients_in_files, norms_in_files, scale_in_files
 from .norms import gradients_to_measure, ignored_gradients, ignored_in, over_ranks
-from .pieces import parts_of
 
 __all__: list[str] = []
 
@@ -111,14 +110,8 @@ def clip_held(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """As `clip_grad_norm_`, of what an optimizer holds: no other gradient counts, or is scaled.
-
-    Args:
-        model: As for `clip_grad_norm_`.
-        held: The optimizer's parameters. On all ranks they belong to the same one.
-        max_norm: As for `clip_grad_norm_`.
-        norm_type: As for `clip_grad_norm_`.
-        error_if_nonfinite: As for `clip_grad_norm_`.
+    """As `clip_grad_norm_`, of what an optimizer holds, the same one on all ranks: no other
+    gradient counts, or is scaled.
     """
     states, own = used_together(model, "clip_grad_norm_"), set(map(id, held))
     parts = parts_of(states)

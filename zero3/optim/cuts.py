@@ -24,11 +24,15 @@ SHORTEST_IN_BLOCKS = 16
 
 def dealt(shapes: Iterable[Shape], owners: Sequence[int], world_size: int) -> ChunkLayout:
     """Each slot is whole in the chunk of one rank, its owner. Who owns nothing has an empty one."""
-    named = list(zip(shapes, owners, strict=True))
-    own = [[item for item, owner in named if owner == rank] for rank in range(world_size)]
+    own = _of_each(owners, shapes, world_size)
     ends = accumulate(sum(math.prod(shape) for _, shape in items) for items in own)
     slots = side_by_side(item for items in own for item in items)
     return ChunkLayout(slots, world_size, (0, *ends))
+
+
+def _of_each(owners: Sequence[int], items: Iterable[Shape], world_size: int) -> list[list[Shape]]:
+    owned = list(zip(owners, items, strict=True))
+    return [[item for owner, item in owned if owner == rank] for rank in range(world_size)]
 
 
 class _Grain(NamedTuple):
@@ -60,22 +64,16 @@ def aligned(
 ) -> ChunkLayout:
     """A layout that cuts each slot as optimizers that quantise in blocks can bear it.
 
-    Args:
-        shapes: Name, shape and n of each slot. It is cut only at multiples of n, into pieces of at
-            least 16 n elements, and not at all if its length is no multiple. With an n of 0 it is
-            cut anywhere.
-        world_size: Ranks.
-        loads: What each rank has already. What is not cut goes to whoever has least.
+    `shapes`: name, shape and n of each slot. It is cut only at multiples of n, into pieces of at
+    least 16 n elements, and not at all if its length is no multiple. With an n of 0 it is cut
+    anywhere. `loads`: what each rank has already. What is not cut goes to whoever has least.
     """
     named = [((name, tuple(shape)), math.prod(shape), align) for name, shape, align in shapes]
     grains = {item[0]: _Grain.of(numel, align) for item, numel, align in named}
     lengths = {item: numel for item, numel, _ in named}
     uncut = [item for item, numel, _ in named if not grains[item[0]].cuts(numel)]
     owners = deal([lengths[item] for item in uncut], world_size, loads)
-    own = [
-        [item for item, owner in zip(uncut, owners, strict=True) if owner == rank]
-        for rank in range(world_size)
-    ]
+    own = _of_each(owners, uncut, world_size)
     waiting = [item for item, numel, _ in named if grains[item[0]].cuts(numel)]
     fixed = [sum(lengths[item] for item in items) for items in own]
     ends = list(accumulate(_levelled(fixed, sum(lengths[item] for item in waiting))))

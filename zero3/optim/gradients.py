@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ..access import used, used_together
-from ..comm.agreement import agree, all_go_on
+from ..comm.agreement import agree, writing_at_end
 from ..comm.communicator import is_first
 from ..core.chunk import Chunk
 from ..core.flat import split, view
 from ..core.gradient_types import reduce_deferred
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, parts_of
 from ..core.parameters import ShardedParameter
 from .norms import reaching, slice_of
 from .param_groups import named_parameters
-from .pieces import parts_of, trains
+from .pieces import trains
 
 __all__: list[str] = []
 
@@ -59,12 +60,11 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     reduce_deferred(part.grad for part in parts_of(states))
     found: dict[str, Tensor] = {}
     for name, state, sharded in _trainable(model, states):
-        gradient = _own_slice(state, sharded)
-        if gradient is not None:
+        chunk, slot = sharded.chunk, sharded.chunk.layout.slots[sharded.index]
+        if (gradient := _own_slice(state, sharded)) is not None:
             found[name] = gradient
-        elif _lies_elsewhere(sharded) and _has_gradient_elsewhere(state, sharded):
-            shard = sharded.chunk.shard
-            found[name] = shard.data.new_empty(0, dtype=shard.grad_dtype)
+        elif all(piece.slot != slot for piece in chunk.pieces) and _is_reached(state, sharded):
+            found[name] = chunk.shard.data.new_empty(0, dtype=chunk.shard.grad_dtype)
     return found
 
 
@@ -103,32 +103,25 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
     first, caller = states[0], f"full_gradients(writeback={writeback})"
     reduce_deferred(part.grad for part in parts_of(states))
     agree(first.communicator, first.device, caller, [state.name_among_ranks for state in states])
-    trainable = list(_trainable(model, states))
+    trainable = _trainable(model, states)
     present = bytes(_is_present(state, sharded) for _, state, sharded in trainable)
     everywhere = first.communicator.exchange(present, first.device) if trainable else []
     anywhere = [any(flags) for flags in zip(*everywhere, strict=True)]
     wanted = [each for each, found in zip(trainable, anywhere, strict=True) if found]
     full = {chunk: _gathered(chunk) for chunk in dict.fromkeys(each.chunk for *_, each in wanted)}
-    error: BaseException | None = None
-    try:
+    at_end = writing_at_end(first.communicator, first.device, caller, partial(_write, full))
+    with at_end if writeback else nullcontext():
         yield {
             name: view(full[sharded.chunk], sharded.chunk.layout, sharded.index)
             for name, _, sharded in wanted
         }
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        if writeback and all_go_on(first.communicator, first.device, caller, error):
-            _write(full)
 
 
 def _trainable(
     model: nn.Module, states: list[LayerState]
-) -> Iterator[tuple[str, LayerState, ShardedParameter]]:
-    for name, state, sharded in named_parameters(model, states):
-        if trains(sharded.chunk, sharded.sites.name):
-            yield name, state, sharded
+) -> list[tuple[str, LayerState, ShardedParameter]]:
+    named = named_parameters(model, states)
+    return [found for found in named if trains(found[2].chunk, found[2].sites.name)]
 
 
 def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
@@ -144,16 +137,11 @@ def _own_slice(state: LayerState, sharded: ShardedParameter) -> Tensor | None:
 def _is_present(state: LayerState, sharded: ShardedParameter) -> bool:
     """Whether this rank knows of a gradient. An empty parameter lies on no rank."""
     if not sharded.sites.parameter.numel():
-        return _has_gradient_elsewhere(state, sharded)
+        return _is_reached(state, sharded)
     return _own_slice(state, sharded) is not None
 
 
-def _lies_elsewhere(sharded: ShardedParameter) -> bool:
-    slot = sharded.chunk.layout.slots[sharded.index]
-    return all(piece.slot != slot for piece in sharded.chunk.pieces)
-
-
-def _has_gradient_elsewhere(state: LayerState, sharded: ShardedParameter) -> bool:
+def _is_reached(state: LayerState, sharded: ShardedParameter) -> bool:
     """Whether a backward has reached it, as far as this rank can tell: it may have nothing that
     trains.
     """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.chunk import Chunk, Part
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, chunks_of
 from ..stores.files import Files, spans
 from ..stores.untouched import Span, changed, known_norm, norm_of, to_bring
 from .state_memory import is_stepped_in_turns
@@ -48,8 +48,7 @@ class GradientInFile(NamedTuple):
 def gradients_in_files(states: list[LayerState]) -> list[GradientInFile]:
     return [
         GradientInFile(chunk, chunk.store, part, gradient)
-        for state in states
-        for chunk in state.chunks
+        for chunk in chunks_of(states)
         if isinstance(chunk.store, Files)
         for part in chunk.parts
         if (gradient := part.parameter.grad) is not None and gradient.numel()

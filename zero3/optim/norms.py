@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..access import used_in_step
+from ..access import sharded_in, used_in_step
 from ..comm.agreement import agree, agree_where_nan
 from ..comm.communicator import is_first
 from ..comm.errors import NamingFailures, Subject
@@ -20,13 +20,11 @@ from ..core.chunk import Chunk
 from ..core.flat import view
 from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.ignored import IgnoredGradient
-from ..core.layer_state import LayerState, ignored_of
+from ..core.layer_state import LayerState, chunks_of, ignored_of, parts_of
 from ..core.parameters import ShardedParameter
 from ..modules import plain_modules
 from ..names import named_tensors
 from .gradients_in_files import Norms
-from .param_groups import named_parameters
-from .pieces import parts_of
 
 __all__: list[str] = []
 
@@ -151,18 +149,10 @@ def _named(
     model: nn.Module, states: list[LayerState]
 ) -> list[tuple[str, ShardedParameter | nn.Parameter]]:
     """Every parameter once, also those that are left alone, in the unwrapped model's order."""
-    sharded = [(name, each) for name, _, each in named_parameters(model, states)]
-    alone = {id(each.parameter): each.parameter for each in ignored_in(model, states)}
-    if not alone:
-        return list(sharded)
-    of = {id(each.sites.parameter): (name, each) for name, each in sharded}
-    found = list[tuple[str, ShardedParameter | nn.Parameter]]()
-    for name, tensor in named_tensors(model):
-        if (entry := of.pop(id(tensor), None)) is not None:
-            found.append(entry)
-        elif (parameter := alone.pop(id(tensor), None)) is not None:
-            found.append((name, parameter))
-    return [*found, *of.values()]
+    keys: dict[int, ShardedParameter | nn.Parameter] = {**sharded_in(states)}
+    keys |= {id(each.parameter): each.parameter for each in ignored_in(model, states)}
+    named = named_tensors(model)
+    return [(name, keys.pop(id(tensor))) for name, tensor in named if id(tensor) in keys]
 
 
 def ignored_in(model: nn.Module, states: list[LayerState]) -> list[IgnoredGradient]:
@@ -268,21 +258,15 @@ def _checked(of: str, norm_type: float) -> tuple[float, Exception | None]:
 
 
 def _power(flat: Tensor, order: float) -> Tensor:
-    norm = _norm(flat, order)
-    return norm if math.isinf(order) else norm.double() ** order
-
-
-def _norm(flat: Tensor, order: float) -> Tensor:
-    """In float32 at least. What torch takes no norm of (integers, 8 bits) is converted; of complex
-    numbers the absolute values count.
+    """The norm's, or the largest element. It is taken in float32 at least. What torch takes no norm
+    of (integers, 8 bits) is converted; of complex numbers the absolute values count.
     """
     flat = flat.abs() if flat.is_complex() else flat
     if flat.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         flat = flat.double()
-    norm: Tensor = torch.linalg.vector_norm(
-        flat, order, dtype=torch.promote_types(flat.dtype, torch.float32)
-    )
-    return norm
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(flat, order, dtype=wide)
+    return norm if math.isinf(order) else norm.double() ** order
 
 
 def gradients_to_measure(
@@ -299,8 +283,7 @@ def gradients_to_measure(
     if states[0].communicator.world_size > 1:
         found = [
             in_files.get((chunk, (part.start, part.stop)), part.parameter.grad)
-            for state in states
-            for chunk in state.chunks
+            for chunk in chunks_of(states)
             for part in chunk.parts
         ]
         return [gradient.as_subclass(Tensor) for gradient in found if gradient is not None]

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ..access import used_together
 from ..comm.agreement import agreeing
 from ..comm.plain_values import integer
-from ..core.layer_state import LayerState, Presence
+from ..core.layer_state import LayerState, Presence, chunks_of, parts_of
 from ..core.parameters import ShardedParameter
 from ..names import named_tensors
 from ..policy import ParamInfo, info_of, shards_gradients
-from .pieces import Choice, Choices, divide, parts_of, placeholder
+from .pieces import Choice, Choices, divide, placeholder
 from .whole_parameters import Family, families, new_cuts, repartition
 
 __all__: list[str] = []
@@ -96,7 +96,7 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
 def _divided(
     states: list[LayerState], found: list[Family], answers: _Answers
 ) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = [{**group.options, "params": []} for group in answers.groups]
+    groups: list[dict[str, Any]] = [{**options, "params": []} for options, _ in answers.groups]
     for family in found:
         state = family.state
         for chunk in family.chunks:
@@ -108,12 +108,12 @@ def _divided(
         for chunk in family.chunks
         if chunk.parts[0].parameter is not chunk.shard
     ]
-    for chunk in (chunk for state in states for chunk in state.chunks):
+    for chunk in chunks_of(states):
         chunk.count_as_divided(bool(cut))
-    for made, group in zip(groups, answers.groups, strict=True):
+    for made, (options, first) in zip(groups, answers.groups, strict=True):
         if not made["params"]:
-            like, whole = group.first, group.whole
-            made["params"] = [placeholder(states[0], like, whole=whole, beside=cut[0])]
+            whole = options.get("whole", False)
+            made["params"] = [placeholder(states[0], first, whole=whole, beside=cut[0])]
     return groups
 
 
@@ -147,18 +147,12 @@ def bring_to_rest(state: LayerState, caller: str) -> None:
 
 
 @dataclass
-class _Group:
-    options: dict[str, Any]
-    first: nn.Parameter
-    whole: bool
-
-
-@dataclass
 class _Answers:
     """What the `options` function has answered. `lines`: as text, for the ranks to compare."""
 
     lines: list[str]
-    groups: list[_Group] = field(default_factory=list)
+    # options, and the first parameter that has them
+    groups: list[tuple[dict[str, Any], nn.Parameter]] = field(default_factory=list)
     choices: Choices = field(default_factory=dict)
     order: dict[tuple[LayerState, str], int] = field(default_factory=dict)
 
@@ -183,7 +177,7 @@ class _Answers:
                 _check_experts(name, answer, shares=sharded.chunk.at.layout.world_size)
             if spelled not in numbers:
                 numbers[spelled] = len(self.groups)
-                self.groups.append(_Group(answer, parameter, whole))
+                self.groups.append((answer, parameter))
             choice = Choice(numbers[spelled], whole, answer.get("align", 0))
             self.choices[state, sharded.sites.name] = choice
 
@@ -195,15 +189,10 @@ def named_parameters(
     order. A layer may have others, outside of the model.
     """
     owners = {
-        id(sharded.sites.parameter): (state, sharded)
-        for state in states
-        for sharded in state.parameters
+        id(each.sites.parameter): (state, each) for state in states for each in state.parameters
     }
-    found = []
-    for name, tensor in named_tensors(model):
-        if id(tensor) in owners:
-            found.append((name, *owners.pop(id(tensor))))
-    return found
+    named = named_tensors(model)
+    return [(name, *owners.pop(id(tensor))) for name, tensor in named if id(tensor) in owners]
 
 
 def _checked(name: str, answer: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -63,11 +63,6 @@ class _Placeholder(nn.Parameter):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         _GRAD.__set__(self, gradient)
-
-
-def parts_of(states: Iterable[LayerState]) -> list[nn.Parameter]:
-    """Returns what optimizers may hold of the layers: chunks or their parts, frozen ones too."""
-    return [part.parameter for state in states for chunk in state.chunks for part in chunk.parts]
 
 
 def trains(chunk: Chunk, name: str) -> bool:
@@ -163,18 +158,12 @@ def _parts_of(
 
 def _together(choices: dict[Slot, Choice]) -> dict[Slot, frozenset[int]]:
     """For each slot the numbers of those in the same part: the same on all ranks."""
-    runs: list[dict[Slot, int]] = []
-    before: Choice | None = None
-    found: dict[Slot, frozenset[int]] = {}
-    for number, (slot, choice) in enumerate(choices.items()):
-        if not slot.numel:
-            found[slot] = frozenset([number])
-            continue
-        if choice != before or not choice.merges:
-            runs.append({})
-        runs[-1][slot], before = number, choice
-    for run in runs:
-        found |= dict.fromkeys(run, frozenset(run.values()))
+    numbers = {slot: number for number, slot in enumerate(choices)}
+    found = {slot: frozenset([number]) for slot, number in numbers.items()}
+    for choice, slots in groupby((s for s in choices if s.numel), key=choices.__getitem__):
+        if choice.merges:
+            run = list(slots)
+            found |= dict.fromkeys(run, frozenset(numbers[slot] for slot in run))
     return found
 
 

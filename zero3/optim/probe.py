@@ -95,74 +95,93 @@ class Problem:
         return cls(*(each.to(device, dtype) for each in made))
 
 
-def probe_flat(build: Build, device: torch.device, ranks: int, longest: int = 0) -> str | None:
-    """Compares training of flat slices on `ranks` ranks (1 or 2) with training of whole parameters.
+@dataclass(frozen=True)
+class Trial:
+    """Compares training of parts on `ranks` ranks (1 or 2) with training of whole parameters.
 
-    `longest`: the optimizer may treat tensors from this length on in another way, so slices are
-    tried that are longer.
-
-    Returns:
-        Why they differ, or None if they do not.
-
-    Raises:
-        CannotProbe: The optimizer can't train the small tensors.
+    Each method returns why they differ, or None if they do not. It raises `CannotProbe` if the
+    optimizer can't train the small tensors.
     """
-    large = tuple((*shape[:-1], shape[-1] * max(1, -(-longest // 4096))) for shape in _LARGE)
-    # small first: an optimizer that makes matrices of slices fails before it makes large ones
-    for shapes in (_SMALL, large):
-        reference = _spans(shapes)
-        numel = reference[-1][1]
-        cuts = [0, numel // 2 - 3, numel] if ranks > 1 else [0, numel]
-        spread: list[Spans] = [[(low, high, (high - low,))] for low, high in pairwise(cuts)]
-        if reason := _compare(build, device, reference, spread):
+
+    build: Build
+    device: torch.device
+    ranks: int
+    # tensors from this length on may be treated in another way, so slices are tried that are longer
+    longest: int = 0
+
+    def flat(self) -> str | None:
+        """Of flat slices."""
+        longer = max(1, -(-self.longest // 4096))
+        large = tuple((*shape[:-1], shape[-1] * longer) for shape in _LARGE)
+        # small first: an optimizer that makes matrices of slices fails before it makes large ones
+        for shapes in (_SMALL, large):
+            reference = _spans(shapes)
+            numel = reference[-1][1]
+            cuts = [0, numel // 2 - 3, numel] if self.ranks > 1 else [0, numel]
+            spread: list[Spans] = [[(low, high, (high - low,))] for low, high in pairwise(cuts)]
+            if reason := self._compare(reference, spread):
+                return reason
+        return None
+
+    def aligned(self, align: int) -> str | None:
+        """Of parameters that are cut at multiples of `align` only: one into pieces as short as they
+        may be, and others not at all.
+        """
+        small = _spans(_SMALL)
+        uncut: Spans = [(low, high, (high - low,)) for low, high, _ in small]
+        # small first, as above: shapes and norms over several parameters show here
+        if reason := self._compare(small, self._dealt(uncut)):
             return reason
-    return None
+        # of odd multiples, at odd multiples: longer blocks than `align` must not pass
+        long, short = align * (65 + 2 * (max(self.longest, 4096) // align)), 33 * align
+        reference = _spans([(long,), (short,), (long + 1,), (4099,)])
+        cuts = (0, 16 * align, 33 * align, long, long + 17 * align, long + short)
+        pieces = [(low, high, (high - low,)) for low, high in pairwise(cuts)] + reference[2:]
+        spread = [pieces[rank::3] for rank in range(3)] if self.ranks > 1 else [reference]
+        return self._compare(reference, spread)
 
+    def whole(self, ndims: Sequence[int]) -> str | None:
+        """Of parameters of `ndims` dimensions, each whole on one of the ranks."""
+        sizes = (5, 4, 3, 2, 2, 2), (3, 6, 2, 2, 2, 2)
+        reference = _spans([each[:ndim] for each in sizes for ndim in ndims])
+        return self._compare(reference, self._dealt(reference))
 
-def probe_aligned(
-    build: Build, device: torch.device, ranks: int, align: int, longest: int = 0
-) -> str | None:
-    """As `probe_flat`, for parameters that are cut at multiples of `align` only: one into pieces as
-    short as they may be, and others not at all.
-    """
-    small = _spans(_SMALL)
-    uncut: Spans = [(low, high, (high - low,)) for low, high, _ in small]
-    spread = [uncut[rank::ranks] for rank in range(ranks)]
-    # small first, as above: shapes and norms over several parameters show here
-    if reason := _compare(build, device, small, spread):
-        return reason
-    # of odd multiples, at odd multiples: longer blocks than `align` must not pass
-    long, short = align * (65 + 2 * (max(longest, 4096) // align)), 33 * align
-    reference = _spans([(long,), (short,), (long + 1,), (4099,)])
-    cuts = (0, 16 * align, 33 * align, long, long + 17 * align, long + short)
-    pieces = [(low, high, (high - low,)) for low, high in pairwise(cuts)] + reference[2:]
-    spread = [pieces[rank::3] for rank in range(3)] if ranks > 1 else [reference]
-    return _compare(build, device, reference, spread)
+    def blocks(self, ndims: Sequence[int]) -> str | None:
+        """As `whole`, of parameters that are cut along their first dimension."""
+        reference = _spans([(5, *(4, 3, 2, 2, 2)[: ndim - 1]) for ndim in ndims])
+        first: Spans = []
+        second: Spans = []
+        for start, stop, (_, *inner) in reference:
+            middle = start + (stop - start) // 5 * 3
+            first.append((start, middle, (3, *inner)))
+            second.append((middle, stop, (2, *inner)))
+        return self._compare(reference, [first, second] if self.ranks > 1 else [reference])
 
+    def _dealt(self, spans: Spans) -> list[Spans]:
+        return [spans[rank :: self.ranks] for rank in range(self.ranks)]
 
-def probe_whole(build: Build, device: torch.device, ranks: int, ndims: Sequence[int]) -> str | None:
-    """As `probe_flat`, for parameters of `ndims` dimensions, each whole on one of the ranks."""
-    sizes = (5, 4, 3, 2, 2, 2), (3, 6, 2, 2, 2, 2)
-    reference = _spans([each[:ndim] for each in sizes for ndim in ndims])
-    spread = [reference[rank::ranks] for rank in range(ranks)]
-    return _compare(build, device, reference, spread)
-
-
-def probe_blocks(
-    build: Build, device: torch.device, ranks: int, ndims: Sequence[int]
-) -> str | None:
-    """As `probe_whole`, for parameters that are cut along their first dimension."""
-    shapes = [(5, *(4, 3, 2, 2, 2)[: ndim - 1]) for ndim in ndims]
-    reference = _spans(shapes)
-    spread: list[Spans] = [[] for _ in range(ranks)]
-    for start, stop, shape in reference:
-        middle = start + (stop - start) // 5 * 3
-        if ranks == 1:
-            spread[0].append((start, stop, shape))
-            continue
-        spread[0].append((start, middle, (3, *shape[1:])))
-        spread[1].append((middle, stop, (2, *shape[1:])))
-    return _compare(build, device, reference, spread)
+    def _compare(self, reference: Spans, spread: Sequence[Spans]) -> str | None:
+        problem = Problem.of(reference[-1][1], self.device)
+        with trying(self.device):
+            try:
+                expected, at_last = _trained(self.build, problem, [reference], reference[-1])
+            except Exception as error:
+                raise CannotProbe(f"{type(error).__name__}: {error}") from error
+            try:
+                found, found_at_last = _trained(self.build, problem, spread, reference[-1])
+            except Exception as error:
+                return f"it raises {type(error).__name__}: {error}"
+        moved = (expected - problem.start).abs().max()
+        if not torch.isfinite(expected).all() or not moved > 0:
+            raise CannotProbe(f"in {problem.steps} steps it moved nothing, or to where numbers end")
+        off = ((found - expected).abs().max() / moved).item()
+        if not off < TOLERANCE:
+            return f"after {problem.steps} steps elements differ by {off:.1%} of the largest change"
+        if at_last is None:  # it can't step without a gradient, unsharded neither
+            return None
+        if found_at_last is None or not (found_at_last - at_last).abs().max() / moved < TOLERANCE:
+            return "a step differs in which no gradient reaches one of the parameters"
+        return None
 
 
 def fitting(
@@ -172,18 +191,18 @@ def fitting(
     smallest `align` of a few, or `whole`. An empty dict: flat chunks are, or nothing is. None: it
     can't be tried.
     """
-    build, least = builder(optimizer, group), longest(optimizer, group)
+    trial = Trial(builder(optimizer, group), device, 2, longest(optimizer, group))
     try:
-        if probe_flat(build, device, 2, least) is None:
+        if trial.flat() is None:
             return {}
         for align in ALIGNS:
-            if probe_aligned(build, device, 2, align, least) is None:
+            if trial.aligned(align) is None:
                 return {"align": align}
     except CannotProbe:  # as Muon, which takes matrices only
         pass
     try:
         ndims = sorted({each.ndim for each in group["params"]})
-        return {"whole": True} if probe_whole(build, device, 2, ndims) is None else {}
+        return {"whole": True} if trial.whole(ndims) is None else {}
     except CannotProbe:
         return None
 
@@ -334,32 +353,6 @@ def state_keys(
             except Exception:  # of any kind, since the optimizer may be of any library
                 return []
     return [kept for number, kept in enumerate(found) if kept not in found[:number]]
-
-
-def _compare(
-    build: Build, device: torch.device, reference: Spans, spread: Sequence[Spans]
-) -> str | None:
-    problem = Problem.of(reference[-1][1], device)
-    with trying(device):
-        try:
-            expected, at_last = _trained(build, problem, [reference], reference[-1])
-        except Exception as error:
-            raise CannotProbe(f"{type(error).__name__}: {error}") from error
-        try:
-            found, found_at_last = _trained(build, problem, spread, reference[-1])
-        except Exception as error:
-            return f"it raises {type(error).__name__}: {error}"
-    moved = (expected - problem.start).abs().max()
-    if not torch.isfinite(expected).all() or not moved > 0:
-        raise CannotProbe(f"in {problem.steps} steps it moved nothing, or to where numbers end")
-    off = ((found - expected).abs().max() / moved).item()
-    if not off < TOLERANCE:
-        return f"after {problem.steps} steps elements differ by {off:.1%} of the largest change"
-    if at_last is None:  # it can't step without a gradient, unsharded neither
-        return None
-    if found_at_last is None or not (found_at_last - at_last).abs().max() / moved < TOLERANCE:
-        return "a step differs in which no gradient reaches one of the parameters"
-    return None
 
 
 def _trained(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..access import used
-from ..comm.agreement import agree
+from ..comm.agreement import agreeing
 from ..core.chunk import Chunk
 from ..core.layer_state import LayerState
 from ..core.layout import ChunkLayout
@@ -60,27 +60,20 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=3e-5)
     """
     states = used(model, "set_trainable")
-    first, asked = states[0], Trains()
-    error: Exception | None = None
-    try:
-        for state in states:
-            bring_to_rest(state, "set_trainable")
-        asked = _asked(model, states, select)
-    except Exception as caught:  # whatever the callable raises: the other ranks have to hear of it
-        error = caught
+    first = states[0]
     places = [
         (state, chunk, slot.name)
         for state in states
         for chunk in state.chunks
         for slot in chunk.layout.slots
     ]
-    # those outside of the model are not asked for
-    wanted = {(state, name): chunk.shard.requires_grad for state, chunk, name in places} | asked
-    lines = [
-        f"{name} of layer {state.label} trains: {answer}"
-        for (state, name), answer in wanted.items()
-    ]
-    agree(first.communicator, first.device, "set_trainable", lines, error)
+    with agreeing(first.communicator, first.device, "set_trainable") as lines:
+        for state in states:
+            bring_to_rest(state, "set_trainable")
+        asked = _asked(model, states, select)
+        # those outside of the model are not asked for
+        wanted = {(state, name): chunk.shard.requires_grad for state, chunk, name in places} | asked
+        lines += (f"{n} of layer {s.label} trains: {answer}" for (s, n), answer in wanted.items())
     before = {(state, name): trains(chunk, name) for state, chunk, name in places}
     thawed = any(answer and not before[place] for place, answer in asked.items())
     divided = [family for state in states for family in _families(state, wanted)]

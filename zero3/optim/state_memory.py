@@ -9,9 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..core.layer_state import LayerState
+from ..core.layer_state import LayerState, parts_of
 from ..guards.marks import StateMemory
-from .pieces import parts_of
 
 __all__: list[str] = []
 

@@ -16,7 +16,7 @@ from ..comm.communicator import Bounds, Communicator
 from ..comm.log import Told
 from ..comm.streams import Done, HostLane, Lanes, Pending
 from ..policy import ShardingPolicy, rests_in
-from .resting import OnPaper
+from ..scratch.regions import pinned_nbytes
 
 __all__: list[str] = []
 
@@ -43,6 +43,53 @@ class Awaited:
 
 Event = Issued | Awaited
 Around = Callable[[], AbstractContextManager[object]]
+
+
+class OnPaper:
+    """Where chunks rest with `offload`: nowhere, but what they would take is written down.
+
+    `resting`: around what is made. `far`: the device is a GPU.
+    """
+
+    rests = True
+    norm_order = None
+
+    def __init__(self, resting: Around, *, in_files: bool, far: bool) -> None:
+        self._resting, self._in_files, self.far, self.at_once = resting, in_files, far, in_files
+        self.name = "files" if in_files else "host memory"
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
+        with self._resting():
+            memory = torch.empty(self.taken(nbytes), dtype=torch.uint8, device="meta")
+        return memory[:nbytes].view(dtype)
+
+    to_copy_into = allocate
+
+    def taken(self, nbytes: int) -> int:
+        return pinned_nbytes(nbytes) if self.far and not self._in_files else nbytes
+
+    def another(self, values: Tensor) -> Tensor:
+        return self.allocate(values.numel(), values.dtype)
+
+    def lend(self, values: Tensor, into: Tensor | None) -> Tensor:
+        """What comes from a file passes through pinned memory."""
+        if into is None or not into.numel():
+            return into if into is not None else values
+        passed = self.another(values) if self._in_files else values.detach()
+        return into.copy_(passed)
+
+    def go_on(self, *_: object, **__: object) -> None:
+        """Nothing has to come, to be written or to be waited for."""
+
+    belong_to = settle = check_process = rest_gradients = is_used_at_once = note_short = go_on
+    reserve = bring = rest = read_ahead = write = soon = go_on
+
+    def keep(self, gradient: Tensor) -> Tensor:
+        return self.another(gradient).copy_(gradient) if self._in_files else gradient
+
+    def is_away(self, tensor: Tensor) -> bool:
+        return False
 
 
 class AbsentRanks:

@@ -50,13 +50,7 @@ class DeviceKernels(TorchFunctionMode):
             self._instead[nn.functional.dropout] = _dropout_on_cuda
             self._instead[nn.functional.rms_norm] = _rms_norm_on_cuda
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = self._instead.get(func)
         if instead is None or not (
             isinstance(args[0] if args else None, Tensor) and args[0].is_meta

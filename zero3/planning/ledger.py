@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,13 +92,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moments.clear()
         self.most_elsewhere = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # (Fused optimizers work in place. Not all of their kernels know the meta device.)
         in_place = func.__name__.startswith("_fused_") and "_." in func.__name__
         result = None if in_place else self._compute(func, args, kwargs or {})

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ..policy import ShardingPolicy
-from . import limits
-from .choosing import advised, roomier
 from .cluster import Cluster
+from .limits import advised, largest_batch, largest_sequence, roomier
 from .models import Source, on_paper, unplanned
 from .pictures import pictures_for
 from .result import Plan
@@ -151,16 +150,16 @@ def _planned(setup: Setup, memory: int | None, cluster: Cluster | None, memory_m
     if memory is not None:
         room = setup.room(memory)
         fits = most <= room
-        batch = limits.largest_batch(trace, setup, room)
-        sequence = limits.largest_sequence(trace, setup, room)
+        batch = largest_batch(trace, setup, room)
+        sequence = largest_sequence(trace, setup, room)
         if fits:
             policy = roomier(setup, trace, room, most)
         else:
             with_gradients = by_cause["chunks"] * (1 + trace.trainable / trace.parameters)
             state = int(with_gradients) + by_cause["optimizer"]
             if (found := advised(setup, room, batch, state)) is not None:
-                advice, advised_bytes = found.change.options, found.peak
-                policy = found.change.setup.policy
+                (advice, advised_setup), advised_bytes = found
+                policy = advised_setup.policy
     return Plan(
         peak_bytes=peak, by_cause=by_cause, unknown=(least, unknown + most - peak),
         where=highest.name,

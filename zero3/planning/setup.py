@@ -61,15 +61,12 @@ class Telling:
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
-        self._shown = False
-        self._began = 0.0
+        self._began: float | None = None
 
     def __call__(self, doing: str) -> None:
-        if not sys.stderr.isatty():
-            return
-        if not self._shown:
-            self._shown, self._began = True, time.monotonic()
-        self._write(f"zero3 plan, {time.monotonic() - self._began:.0f} s: {doing}"[:110])
+        if sys.stderr.isatty():
+            self._began = self._began or time.monotonic()
+            self._write(f"zero3 plan, {time.monotonic() - self._began:.0f} s: {doing}"[:110])
 
     @contextmanager
     def until_over(self) -> Iterator[None]:
@@ -78,15 +75,14 @@ class Telling:
             with logging_only(self._is_new):
                 yield
         finally:
-            if self._shown:
+            if self._began is not None:
                 self._write("")
-            self._shown = False
+            self._began = None
 
     def _is_new(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        known = text in self._logged
-        self._logged.add(text)
-        return not known
+        known = len(self._logged)
+        self._logged.add(record.getMessage())
+        return len(self._logged) > known
 
     def _write(self, line: str) -> None:
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)

@@ -21,9 +21,12 @@ from ..conductors.conducted import Through
 from ..core.autograd import as_plain_tensors, inside_backward
 from ..core.chunk import Chunk
 from ..core.collectives import Collective, Fetch, Gather, Look, Reduce
-from ..core.layer_state import LayerState, accounts_of
+from ..core.gradient_types import reduce_deferred
+from ..core.layer_state import LayerState, accounts_of, chunks_of
 from ..experts.at_home import AtHome
 from ..faces.quantised import weight_of
+from ..offload.one_by_one import each_alone, step_of
+from ..optim.several import held_by
 from ..policy import ShardingPolicy, gradient_dtype
 from ..shard import logging_only, shard
 from ..towers.gates import Gate
@@ -33,7 +36,6 @@ from .alike import Alike
 from .kernels import DeviceKernels, FusedOnMeta, backward, fused_on_meta, with_values
 from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
 from .models import loss_of, vocabulary_of
-from .resting import step_by_turns
 from .work import merged, work_of
 
 __all__: list[str] = []
@@ -126,7 +128,7 @@ class Trace:
             codec.choose_slices(self._alike.first)
         if device != "cuda":
             return
-        wires = [chunk.wire for state in states for chunk in state.chunks]
+        wires = [chunk.wire for chunk in chunks_of(states)]
         stages = [stage for account in accounts_of(states) for stage in account.flow.stages]
         coded = [e for e in (*wires, *stages) if isinstance(e, Coded | CodedReduceScatter)]
         for user in (*codecs.values(), *(each.rows for each in coded)):
@@ -264,7 +266,7 @@ class Trace:
         self.ledger.begin("", "optimizer's step")
         with fused_on_meta(), _naming(self.optimizer):
             if self.offloads:
-                step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
+                _step_by_turns(self.optimizer, self.ledger, far=self.ranks.lands_at_once)
             else:
                 with self.ledger.because("optimizer"):
                     self.optimizer.step()
@@ -342,6 +344,22 @@ class _Observer:
                     self._ledger.claim(tensor, "gradients")
                 for tensor in tensors_in((gradient.full, gradient.summed, gradient.work)):
                     self._ledger.claim(tensor, "transfers")
+
+
+def _step_by_turns(optimizer: torch.optim.Optimizer, ledger: Ledger, *, far: bool) -> None:
+    """As an optimizer's step after `offload_optimizer`, chunk by chunk: on the host if that is
+    `far`, else where layers compute.
+
+    State lies in files when it is made. (In the step that makes it, it may be counted. That one is
+    in no plan.)
+    """
+    reduce_deferred(parameter.grad for parameter in held_by(optimizer))
+    with ledger.because(ELSEWHERE if far else "optimizer"):
+        each_alone(optimizer, step_of(type(optimizer)))
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.ndim:
+                ledger.note(value, ELSEWHERE)
 
 
 def _made(optimizer: OptimizerClass, chunks: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..access import states_of
 from ..comm.streams import DeviceMemory, has_streams
+from ..core.layer_state import chunks_of
 from .setup import WORKSPACES
 from .units import gib
 
@@ -148,13 +149,8 @@ def _held_by(model: nn.Module, device: torch.device) -> int:
     """The bytes of a sharded model's chunks and buffers in the memory of its device, so without
     files.
     """
-    away = {
-        id(part.parameter)
-        for state in states_of(model)
-        for chunk in state.chunks
-        if chunk.store.rests
-        for part in chunk.parts
-    }
+    resting = [chunk for chunk in chunks_of(states_of(model)) if chunk.store.rests]
+    away = {id(part.parameter) for chunk in resting for part in chunk.parts}
     own = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in away)
     tensors = [tensor for tensor in own if tensor.device == device]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

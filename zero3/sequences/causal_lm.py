@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..auto_wrap import embeddings_of
+from ..guards.module_overrides import Override
 from ..modules import unwrapped
 from .attention import text_config
 from .chunks import Classes, mean_of
@@ -180,8 +179,12 @@ def _through(model: nn.Module, classes: Classes, batch: dict[str, Any]) -> Tenso
         made.append(sum_of_losses(rows, inner, classes))
         return made[-1]
 
-    with _in_place_of_forward(head, compute):
+    # a layer is fetched around the call, as ever; the root's own is fetched already
+    instead = Override(unwrapped(head), "forward", lambda module, forward, x: compute(x))
+    try:
         found = model(**batch)
+    finally:
+        instead.undo()
     logits = found["logits"] if isinstance(found, dict) else getattr(found, "logits", None)
     if len(made) != 1 or not isinstance(logits, Tensor) or not _is_same(logits, made[0]):
         raise OtherLogitsError(
@@ -189,22 +192,6 @@ def _through(model: nn.Module, classes: Classes, batch: dict[str, Any]) -> Tenso
             f"changes them, or has called its head {len(made)} times. Take model(**batch).loss"
         )
     return logits
-
-
-@contextmanager
-def _in_place_of_forward(head: nn.Module, compute: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Meanwhile a call of the head runs `compute`. A layer is fetched around it, as ever; the
-    root's own is fetched already.
-    """
-    own = vars(unwrapped(head))
-    before = own.get("forward")
-    own["forward"] = compute
-    try:
-        yield
-    finally:
-        del own["forward"]
-        if before is not None:
-            own["forward"] = before
 
 
 def _is_same(logits: Tensor, made: Tensor) -> bool:

@@ -42,15 +42,11 @@ _MASK, _POSITIONS, _MISTAKE = 1, 2, 4
 _COMPUTES, _ABSENT = 1, 2
 
 
-def _nothing(_: Measured) -> None:
-    """Follows where a call was refused."""
-
-
 @dataclass(frozen=True, slots=True)
 class Beginning:
     """What a forward begins with on this rank."""
 
-    run: Callable[[Measured], Any] = _nothing  # what follows
+    run: Callable[[Measured], Any] = lambda _: None  # what follows, unless it was refused
     rows: int = 0
     part: int = 0
     positions: Tensor | None = None  # [B, part]
@@ -77,7 +73,7 @@ class Measure:
         """After a failure, or without data. What is recomputed is as long as it was."""
         last: Measured | None = self.parts.present
         sizes = (0, 0) if last is None else (last.batch, last.part)
-        self.parts.measure(Beginning(_nothing, *sizes), None, _ABSENT)
+        self.parts.measure(Beginning(rows=sizes[0], part=sizes[1]), None, _ABSENT)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

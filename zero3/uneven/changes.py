@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..core.gradient_types import DeferredGradient
-from ..core.layer_state import LayerState, accounts_of
-from ..optim.pieces import parts_of
+from ..core.layer_state import LayerState, accounts_of, parts_of
 
 __all__: list[str] = []
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..comm.ddp import GradBucket, mean_of_ranks
 from .division import Spread
-from .groups import function_name, mistake_in
+from .groups import function_name
 from .local import Groups, copy_options, options_of
 from .shards import Shards
 
@@ -40,9 +40,9 @@ class DDPOverlap:
         self._spreads: dict[Tensor, Spread] = {}
 
     def hook(self, ddp: Any, reduction: Reduction | None) -> Reduction:
-        lines = [f"hook(), reduction={'mean' if reduction is None else function_name(reduction)}"]
-        error = mistake_in(lambda: lines.extend(self._checked(ddp, reduction)))
-        self._shards.ranks.agree(lines, error)
+        named = "mean" if reduction is None else function_name(reduction)
+        with self._shards.ranks.agreeing() as lines:
+            lines += [f"hook(), reduction={named}", *self._checked(ddp, reduction)]
         self.hooked = True
         self._spreads = {spread.parameter: spread for spread in self._shards.spreads}
         ddp.register_forward_pre_hook(self._note_forward)

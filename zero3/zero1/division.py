@@ -95,12 +95,7 @@ class Spread:
 
     def move_to(self, run: Tensor) -> None:
         """Makes the parameter a view of a bucket's elements, with its values and strides."""
-        parameter = self.parameter
-        self.place = (
-            run.view_as(parameter)
-            if parameter.is_contiguous()
-            else run.as_strided(parameter.shape, parameter.stride())
-        )
+        self.place = run.as_strided(self.parameter.shape, self.parameter.stride())
         self.bring_back()
 
     def hold(self, index: int) -> None:
@@ -203,11 +198,7 @@ class Bucket:
 
 def divide(spreads: Sequence[Spread], packing: Packing, owned: list[int]) -> list[Bucket]:
     """Divides parameters among ranks, and makes buckets of those that no single rank updates.
-
-    Args:
-        spreads: The parameters.
-        packing: Which of them share a bucket.
-        owned: The bytes of whole parameters that each rank has. The new ones are added.
+    `owned`: the bytes of whole parameters that each rank has. The new ones are added.
     """
     for spread in sorted(spreads, key=lambda spread: -spread.parameter.numel()):
         # a parameter that is empty, or has gaps in its memory, can't be cut
@@ -292,8 +283,6 @@ def is_gapless(tensor: Tensor) -> bool:
 
 def laid_out_as(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Returns `tensor` if it lies in memory as `parameter` does, or a copy that does."""
-    if tensor.stride() == parameter.stride() or (
-        tensor.is_contiguous() and parameter.is_contiguous()
-    ):
+    if _lies_as(tensor, parameter.stride()):
         return tensor
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

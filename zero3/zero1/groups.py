@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .division import Spread
-from .local import Groups, options_of
+from .local import Groups
 
 __all__: list[str] = []
 
@@ -103,13 +104,6 @@ def line_of(spread: Spread) -> str:
     )
 
 
-def line_of_group(make: Callable[..., Any], number: int, group: dict[str, Any]) -> str:
-    """Describes a group's options, which must be the same on all ranks: numbers and words, and the
-    types of other objects.
-    """
-    return f"group {number}: {function_name(make)}, {said_of(options_of(group))}"
-
-
 def notes_of(groups: Groups, known: Iterable[str], *, waits: bool) -> list[dict[str, str]]:
     """What each group's options are, for `changes_in`: those that the local optimizer knows.
     `waits`: also tensors on a device, which the host has to wait for.
@@ -140,7 +134,7 @@ def function_name(function: Any) -> str:
 
 
 def said_of(options: Mapping[Any, Any]) -> str:
-    """What ranks compare of options."""
+    """What ranks compare of options: numbers and words, and the types of other objects."""
     named = sorted(options.items(), key=lambda item: str(item[0]))
     return ", ".join(f"{key} {_said(value)}" for key, value in named)
 
@@ -159,12 +153,20 @@ def _said(value: Any) -> str:
     return type(value).__name__
 
 
+@contextmanager
+def as_values() -> Iterator[None]:
+    """What is not found, as torch tells of a state dict, is a value that is wrong."""
+    try:
+        yield
+    except LookupError as mistake:
+        raise ValueError(f"not found: {mistake}") from mistake
+
+
 def mistake_in(body: Callable[[], object]) -> Exception | None:
     """Runs `body` and returns its error, so that all ranks can raise it together."""
     try:
-        body()
-    except LookupError as mistake:  # torch raises it for a state dict
-        return ValueError(f"not found: {mistake}")
+        with as_values():
+            body()
     except Exception as mistake:
         return mistake
     return None

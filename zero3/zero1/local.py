@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..optim.probe import Build, CannotProbe, builder, probe_flat, probe_whole
+from ..optim.probe import Build, CannotProbe, Trial, builder
 
 __all__: list[str] = []
 
@@ -90,16 +90,12 @@ class LocalOptimizers:
             """The first one, to which the others are compared, steps all parameters together."""
             return _AsStepped(plain, parameters, {}, alone=next(turns) > 0)
 
-        turns, alone = count(), None
+        turns, alone, trial = count(), None, Trial(as_stepped, first.device, _RANKS)
         remedy = _OF_SEVERAL if whole else _OF_ONE
         try:
-            reason = (
-                probe_whole(as_stepped, first.device, _RANKS, ndims)
-                if whole
-                else probe_flat(as_stepped, first.device, _RANKS)
-            )
+            reason = trial.whole(ndims) if whole else trial.flat()
             if self._one_by_one:
-                alone = probe_whole(then_alone, first.device, 1, ndims if whole else [1, 2])
+                alone = Trial(then_alone, first.device, 1).whole(ndims if whole else [1, 2])
         except CannotProbe as cause:
             why = f"it can't be tried out on small tensors ({cause}). {remedy}"
             if isinstance(cause.__cause__, EvaluatesAgain):

@@ -18,12 +18,12 @@ from ..comm.factory import process_group_of
 from ..comm.plain_values import integer
 from ..guards.unshardable import check_overlap
 from .ddp_overlap import DDPOverlap
-from .division import Packing
+from .division import Packing, Spread
 from .groups import (
     check_addition,
     checked,
+    function_name,
     line_of,
-    line_of_group,
     listed,
     mistake_in,
     said_of,
@@ -92,32 +92,29 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._untried = False
         # at the shards' count of updates
         self._consolidated: tuple[int, dict[Tensor, dict[str, Any]] | None] = (0, None)
-        error = mistake_in(lambda: Optimizer.__init__(self, listed(params), plain))
         Joinable.__init__(self)
-        groups = [] if error else self.param_groups
-        spreads = [
-            spreads_of(group, number, whole=self._whole[number])
-            for number, group in enumerate(groups)
-        ]
+        spreads: list[list[Spread]] = []
+        error = mistake_in(lambda: self._take(params, plain, spreads))
         every = [spread for held in spreads for spread in held]
-        error = error or mistake_in(lambda: check_overlap(every))
-        devices = (spread.parameter.device for spread in every)
-        ranks, mistake = Ranks.of(process_group, devices)
+        ranks, mistake = Ranks.of(process_group, (spread.parameter.device for spread in every))
         self.process_group = process_group_of(ranks.first)
         self.rank, self.world_size = ranks.index, ranks.count
-        lines = [
-            f"overlap_with_ddp={bool(overlap_with_ddp)}, "
-            f"parameters_as_bucket_view={bool(parameters_as_bucket_view)}",
-            *map(line_of, every),
-            *self._options(groups),
-        ]
-        with meeting(ranks.first, error := error or mistake):
-            ranks.agree(lines, error or mistake_in(lambda: self._check(range(len(groups)))))
+        with meeting(ranks.first, error := error or mistake), ranks.agreeing() as lines:
+            if error is not None:
+                raise error
+            lines += [
+                f"overlap_with_ddp={bool(overlap_with_ddp)}, "
+                f"parameters_as_bucket_view={bool(parameters_as_bucket_view)}",
+                *map(line_of, every),
+                *self._options(self.param_groups),
+            ]
+            self._check(range(len(self.param_groups)))
         shared = Packing.VIEWED if parameters_as_bucket_view else Packing.STAGED
         shards = Shards(ranks, Packing.ALONE if overlap_with_ddp else shared)
         self._overlap = DDPOverlap(shards, self) if overlap_with_ddp else None
-        divided = [(held, options_of(group)) for held, group in zip(spreads, groups, strict=True)]
-        ranks.agree([], mistake_in(lambda: shards.create(self._local, divided)))
+        with ranks.agreeing():
+            options = map(options_of, self.param_groups)
+            shards.create(self._local, list(zip(spreads, options, strict=True)))
         self._shards = shards
         self.defaults = {**shards.optimizer.defaults, **plain}
         shards.give_options(self.param_groups)
@@ -214,24 +211,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._append(param_group)
             return
         before, changes = len(self.param_groups), shards.changes_in(self.param_groups)
-        if (error := mistake_in(lambda: self._append(param_group))) is None:
-            hooked = self._overlap is not None and self._overlap.hooked
-            error = mistake_in(
-                lambda: check_addition(self.param_groups[before], shards.ranks.on, hooked=hooked)
-            )
-            error = error or mistake_in(lambda: self._check([before]))
-        added = self.param_groups[before:]
-        spreads = spreads_of(added[0], before, whole=self._whole[before]) if added else []
-        error = error or mistake_in(lambda: check_overlap([*shards.spreads, *spreads]))
+        hooked = self._overlap is not None and self._overlap.hooked
         try:
-            lines = [*map(line_of, spreads), *self._options(added, before), *changes]
-            shards.ranks.agree(lines, error, "add_param_group")
+            with shards.ranks.agreeing("add_param_group") as lines:
+                self._append(param_group)
+                added = self.param_groups[before]
+                check_addition(added, shards.ranks.on, hooked=hooked)
+                self._check([before])
+                spreads = spreads_of(added, before, whole=self._whole[before])
+                check_overlap([*shards.spreads, *spreads])
+                lines += [*map(line_of, spreads), *self._options([added], before), *changes]
         except Exception:
             del self.param_groups[before:], self._whole[before:]
             raise
         # what a schedule has set since the last step
         copy_options(self.param_groups[:before], shards.optimizer.param_groups)
-        shards.add(spreads, options_of(self.param_groups[before]))
+        shards.add(spreads, options_of(added))
         shards.give_options(self.param_groups)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -248,10 +243,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             TypeError: A state could only be pickled. Every rank raises it, with the state's name.
         """
         shards = self._opened
-        wrong = None
-        if integer(to) is None or not 0 <= to < self.world_size:
-            wrong = ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
-        shards.ranks.agree([f"consolidate_state_dict(to={to})"], wrong, "consolidate_state_dict")
+        with shards.ranks.agreeing("consolidate_state_dict") as lines:
+            lines.append(f"consolidate_state_dict(to={to})")
+            if integer(to) is None or not 0 <= to < self.world_size:
+                raise ValueError(f"to={to!r}, expected a rank from 0 to {self.world_size - 1}")
         self._consolidated = (shards.updates, consolidate(shards, to))
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,7 +287,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         shards, groups = self._opened, self.param_groups
         taken: dict[nn.Parameter, dict[str, Any]] = {}
-        lines: list[str] = []
 
         def keep_own_part(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             """After the caller's hooks. It leaves no state, so that torch copies only options."""
@@ -302,14 +296,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return {**given, "state": {}}
 
         handle = self.register_load_state_dict_pre_hook(keep_own_part)
-        error = mistake_in(lambda: super(ZeroRedundancyOptimizer, self).load_state_dict(state_dict))
-        handle.remove()
         try:
-            lines += self._options(self.param_groups) if error is None else []
-            shards.ranks.agree(lines, error, "ZeroRedundancyOptimizer.load_state_dict")
+            caller = "ZeroRedundancyOptimizer.load_state_dict"
+            with shards.ranks.agreeing(caller) as lines:
+                super().load_state_dict(state_dict)
+                lines += self._options(self.param_groups)
         except Exception:
             self.param_groups = groups
             raise
+        finally:
+            handle.remove()
         shards.load(taken, [options_of(group) for group in self.param_groups])
         shards.give_options(self.param_groups)
         self._consolidated = (0, None)
@@ -373,6 +369,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._opened.step(self.param_groups, {}, joined=True)
             self._consolidated = (0, None)
 
+    def _take(self, params: Any, options: dict[str, Any], into: list[list[Spread]]) -> None:
+        """As torch's constructor. `into` gets the parameters of each group."""
+        Optimizer.__init__(self, listed(params), options)
+        for number, group in enumerate(self.param_groups):
+            into.append(spreads_of(group, number, whole=self._whole[number]))
+        check_overlap([spread for held in into for spread in held])
+
     def _append(self, group: dict[str, Any]) -> None:
         """Adds a group as torch does, after checks that torch leaves out."""
         group = checked(group, len(self.param_groups))
@@ -381,10 +384,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._whole.append(whole)
 
     def _options(self, groups: list[dict[str, Any]], first: int = 0) -> list[str]:
-        return [
-            line_of_group(self._local.optimizer_class, number, group)
-            for number, group in enumerate(groups, first)
-        ]
+        made = function_name(self._local.optimizer_class)
+        told = (said_of(options_of(group)) for group in groups)
+        return [f"group {number}: {made}, {options}" for number, options in enumerate(told, first)]
 
     def _check(self, numbers: Iterable[int], keywords: dict[str, Any] | None = None) -> None:
         """Tries the optimizer with these groups' options. `keywords`: of `step()`, when known."""

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,12 +20,64 @@ from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import WrongMesh, any_device_of, communicator_for
 from ..comm.plain_values import decode_scalar, encode_scalar
-from .division import flat, is_gapless
-from .listing import Listing
+from .division import Spread, flat, is_gapless
+from .groups import as_values
 
 __all__: list[str] = []
 
 _ACTIVE, _JOINED, _FAILED = range(3)
+_BITS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+_SAMPLE = 2**16  # of a larger tensor every second element is looked at, or every third, ...
+
+
+class Listing:
+    """What this rank's parameters hold, one after another: sums of the bits of values, and of those
+    of gradients, since the values of biases may be alike. So ranks find out that they have listed
+    the same parameters in different orders, which names and shapes may not show.
+    """
+
+    def __init__(self, spreads: Sequence[Spread], device: torch.device) -> None:
+        self._names = [spread.name for spread in spreads]
+        parameters = [spread.parameter for spread in spreads]
+        tensors = [*parameters, *(parameter.grad for parameter in parameters)]
+        sums = [_sum_of_bits(tensor).to(device) for tensor in tensors]
+        self._form = f"<{len(sums)}q"
+        self.sums = struct.pack(self._form, *torch.stack(sums).tolist())
+
+    def check(self, told: Mapping[int, bytes]) -> None:
+        """Ranks may hold other values, which updates make alike. It is a mistake if they hold the
+        same ones at other parameters.
+
+        Args:
+            told: Rank -> its sums.
+
+        Raises:
+            ValueError: A rank has another order than the first one.
+        """
+        count = len(self._names)
+        for what, held in (("values", slice(count)), ("gradient", slice(count, None))):
+            sums = {rank: struct.unpack(self._form, each)[held] for rank, each in told.items()}
+            least, first = next(iter(sums.items()))
+            for rank, theirs in sums.items():
+                if theirs != first and sorted(theirs) == sorted(first):
+                    place = next(place for place in range(count) if theirs[place] != first[place])
+                    raise ValueError(
+                        f"rank {rank}: {self._names[place]} has the {what} that "
+                        f"{self._names[first.index(theirs[place])]} has on rank {least}. Give all "
+                        "ranks the same parameters in the same order"
+                    )
+
+
+def _sum_of_bits(tensor: Tensor | None) -> Tensor:
+    """Is the same wherever the bits are."""
+    if tensor is None or tensor.layout != torch.strided or not tensor.numel():
+        return torch.zeros((), dtype=torch.int64)
+    tensor = tensor.detach()
+    elements = flat(tensor) if is_gapless(tensor) else tensor.reshape(-1)
+    elements = elements[:: -(-len(elements) // _SAMPLE)]
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj())
+    return elements.view(_BITS[elements.element_size()]).sum()
 
 
 class Ranks:
@@ -58,12 +113,12 @@ class Ranks:
         """Context whose errors tell the rank and the purpose of a transfer that fails inside."""
         return NamingFailures(self.first, doing, Subject(what), caller)
 
-    def agree(
-        self, lines: list[str], error: Exception | None, caller: str = "ZeroRedundancyOptimizer"
-    ) -> None:
-        """Returns if all pass the same lines and no error. Otherwise all raise the same error."""
+    @contextmanager
+    def agreeing(self, caller: str = "ZeroRedundancyOptimizer") -> Iterator[list[str]]:
+        """`agreeing` of these ranks, about the parameters of the optimizer."""
         what = "the parameters of ZeroRedundancyOptimizer"
-        agree(self.first, self.device, what, lines, error, caller=caller)
+        with agreeing(self.first, self.device, what, caller) as lines, as_values():
+            yield lines
 
     def roll_call(
         self,

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from .division import Bucket, Packing, Spread, divide, laid_out_as
 from .gathers import Gathers
 from .groups import changes_in, notes_of
-from .listing import Listing
 from .local import Groups, LocalOptimizers, copy_options, options_of, step_locally
-from .ranks import Ranks
+from .ranks import Listing, Ranks
 
 __all__: list[str] = []
 
@@ -81,21 +80,17 @@ class Shards:
     ) -> None:
         """Updates the parameters that have a gradient, on all ranks together.
 
-        A rank that has joined (has no data any more) gets gradients from a rank with data.
-
-        Args:
-            groups: The caller's.
-            keywords: Those of the local optimizer's `step()`.
-            lines: What ranks with data compare, besides which parameters have gradients.
-            loss: The result of the caller's closure.
-            joined: This rank has.
-            error: A mistake that this rank has found. Every rank raises it.
+        A rank that has joined (has no data any more) gets gradients from a rank with data. `lines`:
+        what ranks with data compare, besides which parameters have gradients. `loss`: the result of
+        the caller's closure. `error`: a mistake of this rank, which every rank raises.
         """
         present = [spread.parameter.grad is not None for spread in self.spreads]
         error = error or (None if joined else self.mistake())
         compares = not self._ordered and error is None and self.ranks.count > 1
+        told_of = zip(self.spreads, present, strict=True)
+        have = [f"{each.name}: {'a' if has else 'no'} gradient" for each, has in told_of]
         leader = self.ranks.roll_call(
-            [] if joined else [*_lines(self.spreads), *lines],
+            [] if joined else [*have, *lines],
             joined=joined,
             error=error,
             listing=Listing(self.spreads, self.ranks.device) if compares else None,
@@ -180,10 +175,3 @@ def _shared_gradient(ranks: Ranks, spread: Spread, leader: int) -> Tensor:
         subject = f"the gradient of {spread.name} of ZeroRedundancyOptimizer from rank {leader}"
         ranks.broadcast(laid, leader, "broadcasting", subject)
     return laid
-
-
-def _lines(spreads: Iterable[Spread]) -> list[str]:
-    return [
-        f"{spread.name}: {'a gradient' if spread.parameter.grad is not None else 'no gradient'}"
-        for spread in spreads
-    ]

@@ -63,7 +63,8 @@ def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
         for what in (_Described(*each) for each in described):
             key = decode_scalar(what.key, _CPU)
             if what.dtype is None:
-                value = _told(what)
+                value = decode_scalar(what.value, _CPU)
+                value = value.view(what.shape) if isinstance(value, Tensor) else value
             else:
                 value = _brought_together(shards, spread, key, what, to)
             if ranks.index == to:
@@ -152,11 +153,6 @@ def _description(shards: Shards, spread: Spread) -> list[_Described]:
                 "no place in a whole parameter's state. Use whole=True for this group."
             )
     return described
-
-
-def _told(what: _Described) -> Any:
-    value = decode_scalar(what.value, _CPU)
-    return value.view(what.shape) if isinstance(value, Tensor) else value
 
 
 def _brought_together(
