@@ -130,9 +130,11 @@ def checkpoint_around() -> object | None:
     return found
 
 
-# what runs a checkpoint's function -> its variable that is another in each checkpoint
+# what runs a checkpoint's function -> its variable that is another in each checkpoint. From torch
+# 2.15 on, `checkpoint` leaves that to a function of its own
+_RUNS_IT = vars(torch.utils.checkpoint).get("_checkpoint_impl", unwrap(checkpoint))
 _CHECKPOINTS = MappingProxyType(
-    {CheckpointFunction.forward.__code__: "ctx", unwrap(checkpoint).__code__: "gen"}
+    {CheckpointFunction.forward.__code__: "ctx", _RUNS_IT.__code__: "gen"}
 )
 
 
