@@ -144,14 +144,12 @@ class Kin:
 
     def __init__(self) -> None:
         self.clock = count(1)  # of all their forwards
-        self._models: list[weakref.ref[Backward]] = []
+        # those that the present backward has reached
+        self.under_way: list[weakref.ref[Backward]] = []
 
-    def join(self, model: Backward) -> None:
-        self._models = [*(each for each in self._models if each() is not None), weakref.ref(model)]
-
-    def under_way_with(self, model: Backward) -> list[weakref.ref[Backward]]:
-        """The other models over the same ranks that the present backward has reached."""
-        return [each for each in self._models if (one := each()) is not None and one.meets(model)]
+    def begin(self, model: Backward) -> None:
+        others = [each for each in self.under_way if (one := each()) and one.ending.awaited]
+        self.under_way = [*others, weakref.ref(model)]
 
 
 def _kin() -> Kin:
@@ -160,58 +158,6 @@ def _kin() -> Kin:
     if found is None:
         note_in_thread(_KIN, found := Kin())
     return found
-
-
-class Walk:
-    """The traces that one model's backward has reached.
-
-    If it reaches several models over the same ranks, their walks are one, from the last call of all
-    to the first. Else a rank on which no gradient reaches the first layers of one would make their
-    transfers when all else is over, and other ranks before those of the next model.
-    """
-
-    def __init__(self, kin: Kin) -> None:
-        self.traces: list[LayerTrace] = []
-        self.kin = kin
-        self._others: list[weakref.ref[Backward]] = []
-
-    def begin(self, model: Backward) -> None:
-        self._others = self.kin.under_way_with(model)
-        for each in self.others():
-            each.walk.meet(model)
-
-    def meet(self, model: Backward) -> None:
-        self._others.append(weakref.ref(model))
-
-    def others(self) -> list[Backward]:
-        """The other models' backwards."""
-        found = (each() for each in self._others)
-        return [each for each in found if each is not None and each.ending.awaited]
-
-    def go(self, model: Backward, until: int, since: int = 0) -> None:
-        """Walks over all calls that ended after the tick `until`, of all models but for traces that
-        a backward before number `since` has reached. Does nothing if this is the only one.
-        """
-        if not self._others:
-            return
-        walks = [
-            (each, trace)
-            for each in (model, *self.others())
-            for trace in each.walk.traces
-            if trace.task >= since
-        ]
-        for number, step in walk_as_one([trace for _, trace in walks], until) if walks else ():
-            walks[number][0].take(step, walks[number][1])
-
-    def end(self, model: Backward) -> None:
-        """Walks to the beginning."""
-        if self.traces:
-            self.go(model, 0, min(trace.task for trace in self.traces))
-        self._others = []
-
-    def clear(self) -> None:
-        self.traces.clear()
-        self._others = []
 
 
 class Backward:
@@ -235,8 +181,8 @@ class Backward:
         self._communicator = communicator
         self.reductions = reductions
         self._depth, self._makes_the_rest = depth, makes_the_rest
-        self.walk = Walk(_kin())
-        self.walk.kin.join(self)
+        self.kin = _kin()
+        self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self.resting = RestingLayers()
         self._ignoring: list[LayerState] = []  # the layers with parameters that are left alone
         self.reach = Reach()
@@ -281,15 +227,6 @@ class Backward:
     def layers(self) -> list[LayerState]:
         return self._stack.layers
 
-    def meets(self, other: Backward) -> bool:
-        """Whether this backward is a part of the other's, on one device and over the same ranks."""
-        return (
-            self is not other
-            and self.ending.awaited
-            and self.layers[0].device == other.layers[0].device
-            and self._communicator.same_ranks(other._communicator)
-        )
-
     def owe(self) -> None:
         """Gradients are kept for later."""
         self.owes = True
@@ -303,11 +240,11 @@ class Backward:
         """Whether a forward of `state` is now a checkpoint's recomputation of a call on one of this
         backward's traces.
         """
-        return self.ending.awaited and any(trace.holds(state) for trace in self.walk.traces)
+        return self.ending.awaited and any(trace.holds(state) for trace in self._touched)
 
     def has_opened(self, state: LayerState) -> bool:
         """Whether a call of `state` is open: gradients that it gets now are reduced after it."""
-        return any(trace.has_opened(state) for trace in self.walk.traces)
+        return any(trace.has_opened(state) for trace in self._touched)
 
     def release(self, state: LayerState) -> None:
         """Releases `state`, unless one of its calls is under way. Keeps it for its other modules'
@@ -316,7 +253,7 @@ class Backward:
         stack = self._stack
         if state.presence is Presence.RELEASED or (stack.frames and stack.is_under_way(state)):
             return
-        for trace in self.walk.traces:
+        for trace in self._touched:
             if trace.is_open(state):
                 return
         awaited = state.behaviour.modules > 1 and self._stack.awaits_calls(state)
@@ -339,7 +276,7 @@ class Backward:
         it, before a hook on a graph does it, or because none can. Returns whether there is one.
         `last`: the last forward's trace.
         """
-        for trace in dict.fromkeys([*self.walk.traces, *([] if last is None else [last])]):
+        for trace in dict.fromkeys([*self._touched, *([] if last is None else [last])]):
             for call in reversed(trace.recomputed):
                 together = [trace.calls[number] for number in call.together] or [call]
                 if call.layer is state and any(
@@ -354,7 +291,7 @@ class Backward:
     def _finish_nested(self) -> None:
         """Ends the walks of backwards inside this one that are over (reentrant checkpointing)."""
         task = backward_task()
-        for trace in (*self.walk.traces,):
+        for trace in (*self._touched,):
             if trace.task > task:
                 self._finish(trace)
 
@@ -375,9 +312,9 @@ class Backward:
                 self.reductions.drain()
             except RuntimeError:  # after a failed transfer there is nothing more to wait for
                 broken_backward = True
-        for trace in self.walk.traces:
+        for trace in self._touched:
             trace.rewind()
-        self.walk.clear()
+        self._touched.clear()
         self._stack.frames.clear()
         self._stack.await_no_calls()
         self._reduces = self._told = False
@@ -438,7 +375,7 @@ class Backward:
             self.resting.go_on()
         if self._makes_the_rest:
             self.reach.begin(self._stack.layers)
-        self.walk.begin(self)
+        self.kin.begin(self)
         self.ending.wait(then=self._end)
         self.order.begin()
 
@@ -458,15 +395,18 @@ class Backward:
             )
         self.begin()
         self._finish_nested()
-        self.walk.go(self, call.end)  # first: to touch a trace may need all ranks
-        if self.walk.traces != [trace]:
-            for newer in [each for each in self.walk.traces if each.serial > trace.serial]:
+        several = len(self.kin.under_way) > 1
+        if several:  # first: to touch a trace may need all ranks
+            self._walk_together(call.end)
+        if self._touched != [trace]:
+            for newer in [each for each in self._touched if each.serial > trace.serial]:
                 self._finish(newer)
-            if trace not in self.walk.traces:
+            if trace not in self._touched:
                 self._touch(trace)
-                self.walk.go(self, call.end)
+                if several:
+                    self._walk_together(call.end)
         for step in trace.advance(call):
-            self.take(step, trace)
+            self._take(step, trace)
 
     def _touch(self, trace: LayerTrace) -> None:
         signature, only = tuple(call.layer for call in trace.calls), self.reach.only
@@ -494,9 +434,9 @@ class Backward:
         )
         self._reduces = self._reduces or reduces
         trace.reached_by(backward_task(), reduces=reduces)
-        self.walk.traces.append(trace)
+        self._touched.append(trace)
 
-    def take(self, step: Step[LayerState], trace: LayerTrace) -> None:
+    def _take(self, step: Step[LayerState], trace: LayerTrace) -> None:
         state = step.call.layer
         if step.opens:  # [B3]
             state.fetch(gathers=step.call.gathers)
@@ -514,10 +454,38 @@ class Backward:
         if step.reduce and trace.reduces and (only is None or state in only):
             self._back_up(state)
 
+    def _walk_together(self, until: int, since: int = 0) -> None:
+        """Walks over all calls that ended after the tick `until`, of this model and of others over
+        the same ranks that the present backward has reached, but for traces that a backward before
+        number `since` has reached.
+
+        Their walks are one, from the last call of all to the first. Else a rank on which no
+        gradient reaches the first layers of one would make their transfers when all else is over,
+        and other ranks before those of the next model.
+        """
+        reached = [model for each in self.kin.under_way if (model := each()) is not None]
+        walks = [
+            (model, trace)
+            for model in reached
+            if model is self or model._is_beside(self)
+            for trace in model._touched
+            if trace.task >= since
+        ]
+        for number, step in walk_as_one([trace for _, trace in walks], until) if walks else ():
+            walks[number][0]._take(step, walks[number][1])
+
+    def _is_beside(self, other: Backward) -> bool:
+        """Whether this backward is under way, on the other's device and over the same ranks."""
+        return (
+            self.ending.awaited
+            and self.layers[0].device == other.layers[0].device
+            and self._communicator.same_ranks(other._communicator)
+        )
+
     def _finish(self, trace: LayerTrace) -> None:
         for step in trace.finish(complete=trace.reduces):
-            self.take(step, trace)
-        self.walk.traces.remove(trace)
+            self._take(step, trace)
+        self._touched.remove(trace)
 
     def _back_up(self, state: LayerState, *, whole: bool = False) -> None:
         """[B5] Reduces a layer's gradients, or keeps them if reductions are deferred. `whole`:
@@ -558,7 +526,7 @@ class Backward:
                 account.note_tokens(total)
 
     def _finish_all(self) -> None:
-        for trace in sorted(self.walk.traces, key=lambda trace: -trace.serial):
+        for trace in sorted(self._touched, key=lambda trace: -trace.serial):
             self._finish(trace)
         only = self.reach.only
         for state in self._stack.layers:
@@ -575,7 +543,8 @@ class Backward:
         """[B6] Every layer's gradients are reduced, every layer is released, nothing is in
         flight.
         """
-        self.walk.end(self)
+        if len(self.kin.under_way) > 1 and self._touched:
+            self._walk_together(0, since=min(trace.task for trace in self._touched))
         self._finish_all()
         self._reduces = False
         self._stack.await_no_calls()

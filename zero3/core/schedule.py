@@ -402,7 +402,7 @@ class CallTrace(Generic[L]):
 
     def close_last(self) -> Step[L]:
         """The step that closes the open call that began last."""
-        return self._closed(max(self._open, key=lambda call: call.start))
+        return next(self._close_those_after(self.last_begin() - 1))
 
     def finish(self, *, complete: bool) -> Iterator[Step[L]]:
         """The steps that end a backward. `complete`: calls that no gradient reached are opened and
@@ -444,12 +444,9 @@ class CallTrace(Generic[L]):
         if len(over) > 1:
             over.sort(key=lambda call: -call.start)
         for call in over:
-            yield self._closed(call)
-
-    def _closed(self, call: Call[L]) -> Step[L]:
-        self._open.remove(call)
-        call.phase = CallPhase.CLOSED
-        return Step(call, opens=False, reduce=self._first[call.layer] is call)
+            self._open.remove(call)
+            call.phase = CallPhase.CLOSED
+            yield Step(call, opens=False, reduce=self._first[call.layer] is call)
 
 
 def walk_as_one(traces: Sequence[CallTrace[L]], until: int) -> Iterator[tuple[int, Step[L]]]:
