@@ -49,8 +49,8 @@ class Reductions:
     """A model's reductions under way."""
 
     def __init__(self, communicator: Communicator, depth: int) -> None:
-        """`depth`: how many are under way at most, but for one."""
-        self._communicator, self._most = communicator, max(1, depth)
+        """`depth`: how many are under way at most, but for one. It is that of the model's pace."""
+        self._communicator, self.depth = communicator, depth
         self.under_way: deque[Ticket] = deque()
         # those whose first leg is over: sums over replicas, copies to the host
         self.later: deque[Ticket] = deque()
@@ -60,7 +60,7 @@ class Reductions:
         """Starts to reduce a layer's gradients. `absent`: this rank has none, and takes part in
         what others conduct.
         """
-        while len(self.under_way) >= self._most:
+        while len(self.under_way) >= max(1, self.depth):
             self._wait_for_one()
         with state.spans.backup:
             prepared = state.gradients.prepare(self._communicator)
@@ -168,7 +168,6 @@ class Backward:
         stack: CallStack[LayerState],
         communicator: Communicator,
         reductions: Reductions,
-        depth: int,
         *,
         makes_the_rest: bool,
     ) -> None:
@@ -180,7 +179,7 @@ class Backward:
         self._stack = stack
         self._communicator = communicator
         self.reductions = reductions
-        self._depth, self._makes_the_rest = depth, makes_the_rest
+        self._makes_the_rest = makes_the_rest
         self.kin = _kin()
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self.resting = RestingLayers()
@@ -440,7 +439,7 @@ class Backward:
         state = step.call.layer
         if step.opens:  # [B3]
             state.fetch(gathers=step.call.gathers)
-            for following in [*step.call.layers, *trace.upcoming(self._depth)]:
+            for following in [*step.call.layers, *trace.upcoming(self.reductions.depth)]:
                 following.start_fetch()
             return
         # an optimizer that steps in parameters' hooks would change nothing but the full buffer
@@ -496,7 +495,7 @@ class Backward:
             state.gradients.keep()
             return
         self.reductions.start(state)
-        if not self._depth:
+        if not self.reductions.depth:
             self.reductions.settle(self._stack.layers[0])
 
     def reduce_deferred(self) -> None:

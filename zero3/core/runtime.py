@@ -121,7 +121,6 @@ class Runtime:
             self.stack,
             first.communicator,
             Reductions(backups, pace.depth),
-            pace.depth,
             makes_the_rest=own_order is not None,
         )
         self._pass, self._passes = PresentPass(), 0
