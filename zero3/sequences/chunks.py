@@ -102,9 +102,9 @@ class _Chunked(torch.autograd.Function):
             made, ctx.made = ctx.made, None
             if made is None:
                 raise RuntimeError(
-                    "a second backward through a head that computes by chunks: its gradients were "
-                    "made in forward, and are used up. Pass options=None for a graph that is kept "
-                    "(retain_graph=True)"
+                    "a second backward through linear_cross_entropy, which computes by chunks: "
+                    "its gradients were made in forward, and are used up. Pass options=None for a "
+                    "graph that is kept (retain_graph=True)"
                 )
             found = [each if each is None else each.mul_(upstream) for each in made]
         else:
