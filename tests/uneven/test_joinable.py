@@ -71,20 +71,6 @@ def test_joinable_with_deferred_reductions() -> None:
     check(Plan(((2, 2), (1, 2, 2), (2,)), by_all=True, defer=True, clip=0.5))
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_a_step_that_is_none_on_one_rank_is_an_error_on_all(wrong: int) -> None:
-    """The others waited in `Join` until the group's timeout."""
-    models = [mlp() for _ in range(2)]
-
-    def body(group: ThreadCommunicator) -> None:
-        model = zero3.shard(models[group.rank], nn.Linear, process_group=group)
-        step: Any = None if group.rank == wrong else lambda: None
-        with pytest.raises(TypeError, match=rf"^rank {wrong}: step must be a function without arguments, found NoneType"):
-            zero3.joinable(model, step)
-
-    run_ranks(2, body)
-
-
 @pytest.mark.parametrize("by_all", [False, True])
 def test_the_mean_over_tokens(by_all: bool) -> None:
     check(Plan(((2, 2), (1, 3, 2), ()), by_all=by_all, tokens=True))

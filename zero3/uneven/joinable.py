@@ -75,6 +75,10 @@ class JoinableModel(Joinable):
 
     def __init__(self, model: nn.Module, step: Callable[[], Any]) -> None:
         super().__init__()
+        if not callable(step):
+            raise TypeError(
+                f"step must be a function without arguments, found {type(step).__name__}"
+            )
         states = states_of(model)
         if not (runtimes := runtimes_in(model)) and not layers_of(model):
             raise inside_a_layer(model, states, "joinable")
@@ -99,14 +103,6 @@ class JoinableModel(Joinable):
                 f"joinable: layer {whole.label} has policy.stage=1, expected 2 or 3: ranks "
                 "without data can't follow its reductions"
             )
-        wrong = TypeError(f"step must be a function without arguments, found {type(step).__name__}")
-        agree(
-            unconducted(first.communicator),
-            first.device,
-            "joinable",
-            [],
-            None if callable(step) else wrong,
-        )
         group = process_group_of(unconducted(first.communicator))
         if group is None:
             raise RuntimeError(
