@@ -298,6 +298,97 @@ def test_models_in_one_loss_whose_graphs_some_ranks_cut(seed: int) -> None:
     check_uses(drawn_uses(seed))
 
 
+class Repeated(nn.Sequential):
+    times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            for _ in range(self.times):
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_models_in_one_loss_make_the_transfers_of_each_alone(times: int) -> None:
+    """The end of the backward opened the first call of each model again; and a layer that is called twice in a row was released
+    between its calls.
+    """
+
+    def body(group: Any) -> list[int]:
+        models: list[Any] = [sharded(Repeated(*each), group) for each in (FIRST, SECOND)]
+        for model in models:
+            model.times = times
+        logs = [states_of(model)[0].log for model in models]
+        x, made = rows(group.rank, 0), []
+        for together in (False, False, True, True):
+            before = sum(log.count for log in logs)
+            if together:
+                torch.stack([model(x).sum() for model in models]).sum().backward()
+            else:
+                for model in models:
+                    model(x).sum().backward()
+            made.append(sum(log.count for log in logs) - before)
+        return made
+
+    for alone, again, first, together in run_ranks(2, body):
+        assert alone == again == first == together
+
+
+class Hooked(nn.Module):
+    """Its backward runs `inner` between those of its two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x).tanh()
+        if (inner := self.inner) is not None:
+            h.register_hook(lambda _: inner())
+        return self.two(h)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_backward_of_an_older_graph_of_another_model_inside_one(place: int) -> None:
+    """It walked over the outer model too, and released the layer whose backward was under way."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain_ones = [nn.Sequential(*(Hooked() for _ in range(3))).double() for _ in range(2)]
+    copies = [copy.deepcopy(plain_ones) for _ in range(2)]
+
+    def backward(models: list[Any], hooked: Any, rank: int) -> None:
+        x = rows(rank, 0).double()
+        other = models[1](x).square().sum()
+
+        def inner() -> None:
+            with torch.enable_grad():
+                other.backward()
+
+        hooked.inner = inner
+        models[0](x).square().sum().backward()
+
+    for rank in range(2):
+        backward(plain_ones, plain_ones[0][place], rank)
+
+    def body(group: Any) -> list[dict[str, Tensor]]:
+        given = copies[group.rank]
+        hooked = given[0][place]
+        models = [zero3.shard(model, layers=Hooked, process_group=group) for model in given]
+        backward(models, hooked, group.rank)
+        found = []
+        for model in models:
+            with zero3.full_gradients(model) as gradients:
+                found.append({name: gradient.clone() for name, gradient in gradients.items()})
+        return found
+
+    for found in run_ranks(2, body, 20):
+        for model, gradients in zip(plain_ones, found, strict=True):
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                torch.testing.assert_close(gradients[name], parameter.grad / 2)
+
+
 def norms_of_two_models(rank: Rank) -> list[str]:
     a, b = (sharded(model, None) for model in (FIRST, SECOND))
     texts = []

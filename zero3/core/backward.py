@@ -395,15 +395,15 @@ class Backward:
         self.begin()
         self._finish_nested()
         several = len(self.kin.under_way) > 1
-        if several:  # first: to touch a trace may need all ranks
-            self._walk_together(call.end)
         if self._touched != [trace]:
+            if several:  # first: to touch a trace may need all ranks
+                self._walk_together(call.end)
             for newer in [each for each in self._touched if each.serial > trace.serial]:
                 self._finish(newer)
             if trace not in self._touched:
                 self._touch(trace)
-                if several:
-                    self._walk_together(call.end)
+        if several:
+            self._walk_together(call.end - 1)
         for step in trace.advance(call):
             self._take(step, trace)
 
@@ -453,22 +453,23 @@ class Backward:
         if step.reduce and trace.reduces and (only is None or state in only):
             self._back_up(state)
 
-    def _walk_together(self, until: int, since: int = 0) -> None:
+    def _walk_together(self, until: int) -> None:
         """Walks over all calls that ended after the tick `until`, of this model and of others over
-        the same ranks that the present backward has reached, but for traces that a backward before
-        number `since` has reached.
+        the same ranks, on the traces that the present backward has reached. (Not on those of a
+        backward around this one, whose layers compute now, or of one in another thread.)
 
         Their walks are one, from the last call of all to the first. Else a rank on which no
         gradient reaches the first layers of one would make their transfers when all else is over,
         and other ranks before those of the next model.
         """
         reached = [model for each in self.kin.under_way if (model := each()) is not None]
+        task = backward_task()
         walks = [
             (model, trace)
             for model in reached
             if model is self or model._is_beside(self)
             for trace in model._touched
-            if trace.task >= since
+            if trace.task == task
         ]
         for number, step in walk_as_one([trace for _, trace in walks], until) if walks else ():
             walks[number][0]._take(step, walks[number][1])
@@ -543,7 +544,7 @@ class Backward:
         flight.
         """
         if len(self.kin.under_way) > 1 and self._touched:
-            self._walk_together(0, since=min(trace.task for trace in self._touched))
+            self._walk_together(0)
         self._finish_all()
         self._reduces = False
         self._stack.await_no_calls()

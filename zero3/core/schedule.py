@@ -392,7 +392,7 @@ class CallTrace(Generic[L]):
         return self.calls[self._cursor].end if self.reduces and self._cursor >= 0 else 0
 
     def open_next(self) -> Step[L]:
-        """The step that opens the next call, once those that are over are closed."""
+        """The step that opens the next call, to be taken when those that are over are closed."""
         self._cursor -= 1
         return self._opened(self.calls[self._cursor + 1])
 
@@ -408,7 +408,7 @@ class CallTrace(Generic[L]):
         """The steps that end a backward. `complete`: calls that no gradient reached are opened and
         closed too.
         """
-        if complete and self.calls:
+        if complete and self._cursor >= 0:
             yield from self.advance(self.calls[0])
         yield from self._close_those_after(0)
         self.rewind()
@@ -459,10 +459,12 @@ def walk_as_one(traces: Sequence[CallTrace[L]], until: int) -> Iterator[tuple[in
     while True:
         ends = [trace.next_end() for trace in traces]
         end = max(until, *ends)
+        following = ends.index(end) if end > until else None
+        # before others close, so that a layer called twice in a row stays fetched
+        opening = None if following is None else traces[following].open_next()
         while max(begins := [trace.last_begin() for trace in traces]) > end:
             last = begins.index(max(begins))
             yield last, traces[last].close_last()
-        if end == until:
+        if following is None or opening is None:
             return
-        following = ends.index(end)
-        yield following, traces[following].open_next()
+        yield following, opening
