@@ -39,8 +39,8 @@ def counted() -> dict[str, Step]:
     return found
 
 
-MOST_FUNCTIONS = 167
-MOST_OUTSIDE_OF_COMM = 134
+MOST_FUNCTIONS = 165  # both only shrink
+MOST_OUTSIDE_OF_COMM = 132
 
 
 def test_a_step_of_shard_runs_few_functions() -> None:

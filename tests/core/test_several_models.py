@@ -5,10 +5,8 @@ transfer may fit. Without tags, as on NCCL, ranks' transfers are paired by their
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +80,13 @@ def one_leaves_out_a_layer(a: nn.Module, b: nn.Module, x: Tensor, turned: bool) 
         a[2](b(h))  # type: ignore[index]
 
 
-DIFFERENCES = [backwards, forwards, norms, one_inside_of_the_other, one_leaves_out_a_layer]
+def one_cuts_a_graph(a: nn.Module, b: nn.Module, x: Tensor, turned: bool) -> None:
+    h = a[0](x)  # type: ignore[index]
+    losses = [a[2](a[1](h.detach() if turned else h)).sum(), b(x).sum()]  # type: ignore[index]
+    torch.autograd.backward(losses)
+
+
+DIFFERENCES = [backwards, forwards, norms, one_inside_of_the_other, one_leaves_out_a_layer, one_cuts_a_graph]
 
 
 @pytest.mark.parametrize("policy", [{}, {"compare_every": 1}, {"prefetch_depth": 0}], ids=str)
@@ -212,181 +216,6 @@ def test_two_models_used_in_one_order_train_as_plain_ones(
     for found in run_mesh(2, 2, body) if mesh else run_ranks(2, body):
         for ours, theirs in zip(found, parameters, strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-9, atol=1e-12)
-
-
-class Use(NamedTuple):
-    """A call of a model's next layer: of its last output, to which another model's last one may be added."""
-
-    model: int
-    added: int | None
-    recomputed: bool
-    cut_by: list[int]  # the ranks that go on from its output without a graph
-
-
-@dataclass
-class Uses:
-    """In one loss, of two models or three in any order."""
-
-    ranks: int  # -4: a mesh of two replicas
-    layers: list[int]  # of each model
-    steps: list[list[Use]]
-    policies: list[dict[str, Any]]
-
-    def loss(self, models: list[Any], step: int, rank: int) -> Tensor:
-        last, at = [rows(rank, step).double().requires_grad_() for _ in models], [0] * len(models)
-        for use in self.steps[step]:
-            layer, x = models[use.model][at[use.model]], last[use.model]
-            at[use.model] += 1
-            y = checkpoint(layer, x, use_reentrant=False) if use.recomputed else layer(x)
-            y = y.detach() if rank in use.cut_by else y
-            last[use.model] = y if use.added is None else y + last[use.added].sin()
-        return torch.stack([each.square().sum() for each in last]).sum()
-
-
-def drawn_uses(seed: int) -> Uses:
-    dice = random.Random(seed)
-    ranks, layers = dice.choice([2, 3, -4]), [dice.choice([2, 3]) for _ in range(dice.choice([2, 2, 3]))]
-    policies: list[dict[str, Any]] = [{}, {"prefetch_depth": 0}, {"reshard_after_forward": False}, {"stage": 2}, {"offload": "cpu"}]
-    policies += [{"compare_every": 1}, {"dynamic": True}]
-
-    def uses() -> Iterator[Use]:
-        left = list(layers)
-        order = [model for model, count in enumerate(layers) for _ in range(count)]
-        if dice.random() < 0.6:
-            dice.shuffle(order)
-        for model in order:
-            left[model] -= 1
-            cut_by = [rank for rank in range(abs(ranks)) if dice.random() < 0.3 and left[model]]
-            others = [other for other in range(len(layers)) if other != model]
-            yield Use(model, dice.choice([None, *others]), dice.random() < 0.3, cut_by)
-
-    return Uses(ranks, layers, [list(uses()) for _ in range(3)], [dice.choice(policies) for _ in layers])
-
-
-def check_uses(uses: Uses) -> None:
-    count = abs(uses.ranks)
-    torch.manual_seed(0)
-    plain_ones = [nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(n))).double() for n in uses.layers]
-    copies = [copy.deepcopy(plain_ones) for _ in range(count)]
-    optimizer = torch.optim.SGD([p for model in plain_ones for p in model.parameters()], 0.05)
-    for step in range(len(uses.steps)):
-        for rank in range(count):
-            (uses.loss(plain_ones, step, rank) / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def body(group: Any) -> list[dict[str, Tensor]]:
-        models = [sharded(model, group, **policy) for model, policy in zip(copies[group.rank], uses.policies, strict=True)]
-        optimizer = torch.optim.SGD([chunk for model in models for chunk in zero3.get_trainable_chunk(model)], 0.05)
-        for step in range(len(uses.steps)):
-            uses.loss(models, step, group.rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [zero3.full_state_dict(model, rank0_only=False) for model in models]
-
-    for found in run_mesh(2, 2, body, 20) if uses.ranks < 0 else run_ranks(count, body, 20):
-        for model, state in zip(plain_ones, found, strict=True):
-            for name, value in model.state_dict().items():
-                torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_models_in_one_loss_whose_graphs_some_ranks_cut(seed: int) -> None:
-    """Each model's walk was over at the end of the backward where no gradient came, and else before the next model's transfers:
-    ranks made different ones.
-    """
-    check_uses(drawn_uses(seed))
-
-
-class Repeated(nn.Sequential):
-    times = 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            for _ in range(self.times):
-                x = layer(x)
-        return x
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_models_in_one_loss_make_the_transfers_of_each_alone(times: int) -> None:
-    """The end of the backward opened the first call of each model again; and a layer that is called twice in a row was released
-    between its calls.
-    """
-
-    def body(group: Any) -> list[int]:
-        models: list[Any] = [sharded(Repeated(*each), group) for each in (FIRST, SECOND)]
-        for model in models:
-            model.times = times
-        logs = [states_of(model)[0].log for model in models]
-        x, made = rows(group.rank, 0), []
-        for together in (False, False, True, True):
-            before = sum(log.count for log in logs)
-            if together:
-                torch.stack([model(x).sum() for model in models]).sum().backward()
-            else:
-                for model in models:
-                    model(x).sum().backward()
-            made.append(sum(log.count for log in logs) - before)
-        return made
-
-    for alone, again, first, together in run_ranks(2, body):
-        assert alone == again == first == together
-
-
-class Hooked(nn.Module):
-    """Its backward runs `inner` between those of its two matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.inner: Callable[[], None] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.one(x).tanh()
-        if (inner := self.inner) is not None:
-            h.register_hook(lambda _: inner())
-        return self.two(h)
-
-
-@pytest.mark.parametrize("place", range(3))
-def test_a_backward_of_an_older_graph_of_another_model_inside_one(place: int) -> None:
-    """It walked over the outer model too, and released the layer whose backward was under way."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        plain_ones = [nn.Sequential(*(Hooked() for _ in range(3))).double() for _ in range(2)]
-    copies = [copy.deepcopy(plain_ones) for _ in range(2)]
-
-    def backward(models: list[Any], hooked: Any, rank: int) -> None:
-        x = rows(rank, 0).double()
-        other = models[1](x).square().sum()
-
-        def inner() -> None:
-            with torch.enable_grad():
-                other.backward()
-
-        hooked.inner = inner
-        models[0](x).square().sum().backward()
-
-    for rank in range(2):
-        backward(plain_ones, plain_ones[0][place], rank)
-
-    def body(group: Any) -> list[dict[str, Tensor]]:
-        given = copies[group.rank]
-        hooked = given[0][place]
-        models = [zero3.shard(model, layers=Hooked, process_group=group) for model in given]
-        backward(models, hooked, group.rank)
-        found = []
-        for model in models:
-            with zero3.full_gradients(model) as gradients:
-                found.append({name: gradient.clone() for name, gradient in gradients.items()})
-        return found
-
-    for found in run_ranks(2, body, 20):
-        for model, gradients in zip(plain_ones, found, strict=True):
-            for name, parameter in model.named_parameters():
-                assert parameter.grad is not None
-                torch.testing.assert_close(gradients[name], parameter.grad / 2)
 
 
 def norms_of_two_models(rank: Rank) -> list[str]:

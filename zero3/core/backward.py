@@ -9,12 +9,10 @@ The numbers in comments, such as [B1], are those of "a step, call by call" in do
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 
 import torch
 from torch.autograd.graph import Node
@@ -26,19 +24,16 @@ from .autograd import (
     backward_task,
     before_gradient_flows,
     inside_backward,
-    note_in_thread,
-    noted_in_thread,
 )
 from .collectives import Activity, Agree, Reduce, Round, Settle
 from .full_buffer import Lifetime
 from .layer_gradients import Deferral, LayerGradients
 from .layer_state import LayerState, Presence, RestingLayers, accounts_of, ignored_of
-from .schedule import Call, CallPhase, CallStack, CallTrace, ForwardOrder, Step, walk_as_one
+from .schedule import Call, CallPhase, CallStack, CallTrace, ForwardOrder, Step
 from .ticket import Ticket
 
 __all__: list[str] = []
 
-_KIN = "zero3 kin"
 _BACKWARD = "the layers that take part in backward"
 
 LayerTrace = CallTrace[LayerState]
@@ -139,27 +134,6 @@ class Reach:
                 gradients.defer_as(deferral)
 
 
-class Kin:
-    """The models of a thread."""
-
-    def __init__(self) -> None:
-        self.clock = count(1)  # of all their forwards
-        # those that the present backward has reached
-        self.under_way: list[weakref.ref[Backward]] = []
-
-    def begin(self, model: Backward) -> None:
-        others = [each for each in self.under_way if (one := each()) and one.ending.awaited]
-        self.under_way = [*others, weakref.ref(model)]
-
-
-def _kin() -> Kin:
-    """Of this thread, and of those that run its backwards."""
-    found: Kin | None = noted_in_thread(_KIN)
-    if found is None:
-        note_in_thread(_KIN, found := Kin())
-    return found
-
-
 class Backward:
     """Moves a model's layers through a backward. Hooks on the graph call it, in any order."""
 
@@ -180,7 +154,6 @@ class Backward:
         self._communicator = communicator
         self.reductions = reductions
         self._makes_the_rest = makes_the_rest
-        self.kin = _kin()
         self._touched: list[LayerTrace] = []  # the traces that this backward has reached
         self.resting = RestingLayers()
         self._ignoring: list[LayerState] = []  # the layers with parameters that are left alone
@@ -374,7 +347,6 @@ class Backward:
             self.resting.go_on()
         if self._makes_the_rest:
             self.reach.begin(self._stack.layers)
-        self.kin.begin(self)
         self.ending.wait(then=self._end)
         self.order.begin()
 
@@ -394,16 +366,11 @@ class Backward:
             )
         self.begin()
         self._finish_nested()
-        several = len(self.kin.under_way) > 1
         if self._touched != [trace]:
-            if several:  # first: to touch a trace may need all ranks
-                self._walk_together(call.end)
             for newer in [each for each in self._touched if each.serial > trace.serial]:
                 self._finish(newer)
             if trace not in self._touched:
                 self._touch(trace)
-        if several:
-            self._walk_together(call.end - 1)
         for step in trace.advance(call):
             self._take(step, trace)
 
@@ -452,35 +419,6 @@ class Backward:
         only = self.reach.only
         if step.reduce and trace.reduces and (only is None or state in only):
             self._back_up(state)
-
-    def _walk_together(self, until: int) -> None:
-        """Walks over all calls that ended after the tick `until`, of this model and of others over
-        the same ranks, on the traces that the present backward has reached. (Not on those of a
-        backward around this one, whose layers compute now, or of one in another thread.)
-
-        Their walks are one, from the last call of all to the first. Else a rank on which no
-        gradient reaches the first layers of one would make their transfers when all else is over,
-        and other ranks before those of the next model.
-        """
-        reached = [model for each in self.kin.under_way if (model := each()) is not None]
-        task = backward_task()
-        walks = [
-            (model, trace)
-            for model in reached
-            if model is self or model._is_beside(self)
-            for trace in model._touched
-            if trace.task == task
-        ]
-        for number, step in walk_as_one([trace for _, trace in walks], until) if walks else ():
-            walks[number][0]._take(step, walks[number][1])
-
-    def _is_beside(self, other: Backward) -> bool:
-        """Whether this backward is under way, on the other's device and over the same ranks."""
-        return (
-            self.ending.awaited
-            and self.layers[0].device == other.layers[0].device
-            and self._communicator.same_ranks(other._communicator)
-        )
 
     def _finish(self, trace: LayerTrace) -> None:
         for step in trace.finish(complete=trace.reduces):
@@ -543,8 +481,6 @@ class Backward:
         """[B6] Every layer's gradients are reduced, every layer is released, nothing is in
         flight.
         """
-        if len(self.kin.under_way) > 1 and self._touched:
-            self._walk_together(0)
         self._finish_all()
         self._reduces = False
         self._stack.await_no_calls()

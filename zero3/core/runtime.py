@@ -261,7 +261,7 @@ class Runtime:
         self._passes += 1
         if not inside_backward():
             self._comparisons.log.begin_pass()
-        return CallTrace(serial=self._passes, clock=self.backward.kin.clock)
+        return CallTrace(serial=self._passes)
 
     def end_continuation(self) -> None:
         """The next outermost module begins a new pass. Every rank calls it before ranks go their

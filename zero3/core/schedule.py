@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from itertools import count
 from math import inf
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -320,8 +318,7 @@ class CallTrace(Generic[L]):
     compared: bool = False  # whether ranks have compared its calls, when the forward was over
     # calls that their recomputations open, such as those that were made with gradients off
     recomputed: list[Call[L]] = field(default_factory=list)
-    clock: Iterator[int] = field(default_factory=partial(count, 1))  # of all models of a thread
-    now: int = 0  # the last tick of it that came here
+    _clock: int = 0
     _since: float = inf  # see `unite`
     _cursor: int = -1  # the index of the call that is opened next
     _open: list[Call[L]] = field(default_factory=list)
@@ -329,8 +326,8 @@ class CallTrace(Generic[L]):
     _first: dict[L, Call[L]] = field(default_factory=dict)
 
     def begin(self) -> int:
-        self.now = next(self.clock)
-        return self.now
+        self._clock += 1
+        return self._clock
 
     def record(self, layer: L, start: int, *, recomputed: bool = False) -> Call[L]:
         call = Call(layer, start, self.begin(), len(self.calls))
@@ -344,6 +341,10 @@ class CallTrace(Generic[L]):
         if start > self._since:
             self.unite(self._since)
         return call
+
+    @property
+    def now(self) -> int:
+        return self._clock
 
     def unite(self, since: float) -> None:
         """One checkpoint recomputes all calls that have begun after the tick `since`, also those
@@ -387,28 +388,11 @@ class CallTrace(Generic[L]):
         if call.phase is CallPhase.CLOSED:
             yield self._opened(call)
 
-    def next_end(self) -> int:
-        """When the call ended that is opened next. 0: there is none, or gradients open it alone."""
-        return self.calls[self._cursor].end if self.reduces and self._cursor >= 0 else 0
-
-    def open_next(self) -> Step[L]:
-        """The step that opens the next call, to be taken when those that are over are closed."""
-        self._cursor -= 1
-        return self._opened(self.calls[self._cursor + 1])
-
-    def last_begin(self) -> int:
-        """When the last of the open calls began. 0: none is open."""
-        return max((call.start for call in self._open), default=0)
-
-    def close_last(self) -> Step[L]:
-        """The step that closes the open call that began last."""
-        return next(self._close_those_after(self.last_begin() - 1))
-
     def finish(self, *, complete: bool) -> Iterator[Step[L]]:
         """The steps that end a backward. `complete`: calls that no gradient reached are opened and
         closed too.
         """
-        if complete and self._cursor >= 0:
+        if complete and self.calls:
             yield from self.advance(self.calls[0])
         yield from self._close_those_after(0)
         self.rewind()
@@ -447,24 +431,3 @@ class CallTrace(Generic[L]):
             self._open.remove(call)
             call.phase = CallPhase.CLOSED
             yield Step(call, opens=False, reduce=self._first[call.layer] is call)
-
-
-def walk_as_one(traces: Sequence[CallTrace[L]], until: int) -> Iterator[tuple[int, Step[L]]]:
-    """The steps of several models' traces, by their numbers, for all calls that ended after the
-    tick `until`, in the order that one trace of all of them would have.
-
-    So the order of transfers is the same on all ranks, although on some no gradient reaches the
-    first calls of one model before it reaches another model.
-    """
-    while True:
-        ends = [trace.next_end() for trace in traces]
-        end = max(until, *ends)
-        following = ends.index(end) if end > until else None
-        # before others close, so that a layer called twice in a row stays fetched
-        opening = None if following is None else traces[following].open_next()
-        while max(begins := [trace.last_begin() for trace in traces]) > end:
-            last = begins.index(max(begins))
-            yield last, traces[last].close_last()
-        if following is None or opening is None:
-            return
-        yield following, opening
