@@ -151,6 +151,7 @@ class SafetensorsFiles:
                 file.close()
 
     def close(self) -> None:
+        self._stage = bytearray()  # tensors refer to this object, and it to them
         for file in self._files.values():
             file.close()
 
