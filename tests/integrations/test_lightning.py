@@ -132,7 +132,7 @@ def test_the_users_loss_scaler_keeps_its_options_and_its_scale(enabled: bool) ->
         assert_close(seen, expected, 1e-3)
 
 
-def inside(rank: Rank) -> dict[str, Any]:
+def inside(rank: Rank, stored: torch.dtype) -> dict[str, Any]:
     """What a fit in bf16 leaves behind: dtypes, chunks, no autocast."""
     with launched(rank):
         found: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def inside(rank: Rank) -> dict[str, Any]:
                 inner.register_forward_hook(lambda linear, inputs, output: found.update(computes=linear.weight.dtype))
                 return super().training_step(batch, number)
 
-        module = Watching()
+        module = Watching().to(stored)
         trainer(rank, "zero3", rank.scratch, max_steps=2, precision="bf16-mixed").fit(module, train_rows())
         chunks = zero3.get_trainable_chunk(module)
         elements = sum(parameter.numel() for parameter in Net().parameters())
@@ -152,8 +152,9 @@ def inside(rank: Rank) -> dict[str, Any]:
         return found
 
 
-def test_bf16_is_a_policy() -> None:
-    for found in on_ranks(2, inside, debug="OFF"):
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_bf16_is_a_policy(stored: torch.dtype) -> None:
+    for found in on_ranks(2, inside, stored, debug="OFF"):
         assert not found["autocast"] and found["computes"] == torch.bfloat16
         assert found["masters"] == {torch.float32} and 0.5 <= found["share"] < 0.55
 

@@ -64,7 +64,7 @@ class Sharding:
         if policy is None:
             policy = policy_for(mixed_precision)
             if mixed_precision in _LOW:
-                _make_masters(model)
+                make_masters(model)
         try:
             with logging_only(self._tells):
                 layers = _without_head(model, self.layers) if self.head_in_root else self.layers
@@ -162,7 +162,8 @@ def _refuse_without_values(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def _make_masters(model: nn.Module) -> None:
+def make_masters(model: nn.Module) -> None:
+    """Makes low-precision weights that train float32, before the model is sharded."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
