@@ -330,7 +330,8 @@ def reset(model: nn.Module) -> None:
             "Call it after the backward has ended or raised."
         )
     runtimes = runtimes_in(model)
-    if any(runtime.in_forward for runtime in runtimes):
+    # an interrupt may leave a forward under way that no layer runs in any more
+    if any(runtime.in_forward and runtime.stack.frames for runtime in runtimes):
         raise RuntimeError(
             f"rank {layers[0]._state.communicator.rank}: zero3.reset inside a forward, whose "
             "layers it would release. Call it after the forward has ended or raised."

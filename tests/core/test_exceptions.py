@@ -132,6 +132,29 @@ def test_reset_inside_a_backward_is_refused(world_size: int, stage: Any) -> None
     on_ranks(world_size, fused, body, shard)
 
 
+def test_reset_after_an_interrupt_at_the_begin_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer runs, though nothing has told the forward that it is over."""
+    expected = parameters_after(fused, 2)
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        optimizer = sgd(model.get_trainable_chunk())
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(torch, "is_autocast_cache_enabled", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    loss_of(model)
+            zero3.reset(model)
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_trained(model, expected)
+
+    on_ranks(1, fused, body)
+
+
 @WORLDS
 @pytest.mark.parametrize("where", [nullcontext, zero3.resident, torch.no_grad], ids=lambda each: each.__name__)
 def test_reset_inside_a_forward_is_refused(world_size: int, where: Callable[..., Any]) -> None:
