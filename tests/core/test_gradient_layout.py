@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero3.core import gradient_buffer
+from zero3.core import layout as core_layout
 from zero3.core.gradient_buffer import GradientBuffer
 from zero3.core.layout import ChunkLayout, GradientLayout, side_by_side
 
@@ -37,7 +38,7 @@ def test_a_gradient_buffer_has_each_slice_and_behind_it_which_slots_came(
     """As many elements behind a slice as `trailer`, whether there are so many slots or not; a second gradient is added. Gradients are
     copied together if they are `few`, each if it is `small`.
     """
-    with patch.object(gradient_buffer, "FEW", few), patch.object(gradient_buffer, "SMALL", small):
+    with patch.object(core_layout, "FEW", few), patch.object(core_layout, "SMALL", small), patch.object(gradient_buffer, "SMALL", small):
         has_each_slice(layout, trailer, came, second)
 
 

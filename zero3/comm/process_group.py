@@ -41,6 +41,8 @@ _KNOWN = frozenset(  # dtypes that every backend moves
 )
 # backends whose transfers block the host, or have handles, even for tensors of an accelerator
 _ON_HOST = ("gloo", "mpi", "ucc")
+# those that reduce to a mean; `fake` is torch's, which moves nothing and stands for any
+_AVERAGES = ("nccl", "fake")
 
 
 class GroupCommunicator:
@@ -64,7 +66,7 @@ class GroupCommunicator:
         self.channel = 0
         self._on_streams = has_streams(device) and backend not in _ON_HOST
         # NCCL multiplies by 1/W before it adds: that moves no bit if W is a power of two
-        self.averages = backend == "nccl" and self.world_size.bit_count() == 1
+        self.averages = backend in _AVERAGES and self.world_size.bit_count() == 1
         # torch 2.13 deprecates the old names; torch 2.11 has only the old names
         self._all_gather: Callable[..., Any] = (
             getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

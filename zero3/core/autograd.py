@@ -305,6 +305,7 @@ _PLAIN = frozenset({type(None), str, int, float, bool})
 _PARTS = frozenset(
     {bool, int, float, str, dict, OrderedDict, set, type(None)}
 )  # types of a module's ordinary attributes
+_HOLDS = (list, tuple, Tensor)
 
 
 def attributes_of(holder: nn.Module, without: type[nn.Module]) -> list[Any]:
@@ -314,15 +315,11 @@ def attributes_of(holder: nn.Module, without: type[nn.Module]) -> list[Any]:
     found: list[Any] = []
     modules = [holder]
     for module in modules:
-        for value in module.__dict__.values():
-            kind = type(value)
-            if kind in _PARTS:
-                continue
-            if issubclass(kind, (list, tuple)):
-                if len(value) < 100:
-                    found.append(value)
-            elif issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter):  # a hidden one
-                found.append(value)
+        values = module.__dict__.values()
+        for kind in set(map(type, values)) - _PARTS:  # few, while attributes are many
+            if issubclass(kind, _HOLDS) and not issubclass(kind, nn.Parameter):  # a hidden one
+                alike = (value for value in values if type(value) is kind)
+                found += [each for each in alike if isinstance(each, Tensor) or len(each) < 100]
         for child in module._modules.values():
             if child is not None and not isinstance(child, without):
                 modules.append(child)

@@ -9,15 +9,9 @@ from torch import Tensor
 
 from ..comm.streams import on_device
 from .autograd import autocast_is_on, copy_together
-from .layout import GradientLayout
+from .layout import SMALL, GradientLayout
 
 __all__: list[str] = []
-
-# elements of a gradient that is copied together with others: torch's kernel for several tensors
-# takes 21 million, so that a large one alone would be many kernels
-SMALL = 2**22
-# pieces of all gradients that are copied so: the host makes a view of each, and a kernel takes 64
-FEW = 128
 
 
 class GradientBuffer:
@@ -101,7 +95,7 @@ class GradientBuffer:
         layout = self.layout
         if self.full is None:
             self.full = torch.empty(layout.numel, dtype=self._dtype, device=self._device)
-        few, together = len(layout.sizes) <= FEW, list[int]()
+        few, together = layout.is_few, list[int]()
         for index in list(self.came):
             gradient = self.came[index]
             plain = gradient.layout == torch.strided and gradient.is_contiguous()
@@ -141,18 +135,15 @@ class GradientBuffer:
         self.came.clear()
 
     def _in_place(self) -> list[Tensor]:
-        """All that the buffer holds, in order, if a gradient came for each slot, as it is sent.
-        Then the buffer is one copy. `[]`: it is made in another way.
+        """All that the buffer holds, in order, if a gradient came for each slot. Then the buffer is
+        one copy, but if a gradient is in a wider dtype. `[]`: it is made in another way.
         """
-        layout, ones, dtype, device = self.layout, self._ones, self._dtype, self._device
-        padded = layout.cells[-2].numbers  # zeros of their own would be memory beside the buffer
-        if padded or len(layout.sizes) > FEW or dtype != ones.dtype or autocast_is_on():
+        layout, ones = self.layout, self._ones
+        if not layout.fits_one_copy or self._dtype != ones.dtype or autocast_is_on():
             return []
         pieces = [ones] * len(layout.sizes)
         for index, gradient in self.came.items():
-            plain = gradient.layout == torch.strided and gradient.is_contiguous()
-            alike = gradient.dtype == dtype and gradient.device == device
-            if not (plain and alike) or gradient.numel() > SMALL:
+            if gradient.layout != torch.strided or not gradient.is_contiguous():
                 return []
             numbers, lengths = layout.cells[index]
             flat = gradient if gradient.dim() == 1 else gradient.view(-1)
@@ -214,10 +205,12 @@ class GradientBuffer:
         is the caller's.
         """
         if self.full is None and not self.missing and (pieces := self._in_place()):
-            self.full = torch.cat(pieces)  # only now: if it raises, the gradients stay
-            self.written.update(self.came)
-            self.came.clear()
-            return self.full
+            full = torch.cat(pieces)  # only now: if it raises, the gradients stay
+            if full.dtype == self._dtype:
+                self.full = full
+                self.written.update(self.came)
+                self.came.clear()
+                return full
         full, spots = self.flat(told=True), self.layout.spots
         if self.missing or spots[-1]:  # padding
             for index in range(len(spots)):

@@ -14,6 +14,11 @@ __all__: list[str] = []
 # that vectorised kernels need (64 bytes for fp32). Slots of other lengths follow, so no padding is
 # needed between slots.
 ALIGNMENT_NUMEL = 16
+# elements of a gradient that is copied together with others: torch's kernel for several tensors
+# takes 21 million, so that a large one alone would be many kernels
+SMALL = 2**22
+# pieces of all gradients that are copied so: the host makes a view of each, and a kernel takes 64
+FEW = 128
 
 
 @dataclass(frozen=True)
@@ -229,6 +234,19 @@ class GradientLayout:
     @cached_property
     def sizes(self) -> list[int]:
         return [stop - start for _, _, start, stop in self.contents]
+
+    @cached_property
+    def is_few(self) -> bool:
+        """Whether its pieces are copied together."""
+        return len(self.sizes) <= FEW
+
+    @cached_property
+    def fits_one_copy(self) -> bool:
+        """Whether it may be one copy of all pieces side by side. Padding would need zeros of its
+        own, which are memory beside the buffer.
+        """
+        small = all(slot.numel <= SMALL for slot in self.of.slots)
+        return self.is_few and small and not self.cells[-2].numbers
 
     @cached_property
     def cells(self) -> list[Cells]:

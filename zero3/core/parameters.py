@@ -19,7 +19,9 @@ from .sites import ParameterSites, become
 
 __all__: list[str] = []
 
-_ORDER = "_zero3_order"  # in a module's __dict__: the names of its parameters
+# in a module's __dict__: the names of its parameters, as a dict's keys. (`attributes_of` passes
+# over a dict at once.)
+_ORDER = "_zero3_order"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class LayerParameters(list[ShardedParameter]):
 def remember_order(parameters: Iterable[ParameterSites]) -> None:
     """Stores the order of each module's parameters, before any of them is hidden."""
     for module in {module for sites in parameters for module, _ in sites.places}:
-        module.__dict__.setdefault(_ORDER, tuple(module._parameters))
+        module.__dict__.setdefault(_ORDER, dict.fromkeys(module._parameters))
 
 
 def shown_out_of_order(parameters: Sequence[ShardedParameter]) -> list[nn.Module]:
