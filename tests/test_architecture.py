@@ -27,7 +27,7 @@ FLOORS = (
     {"casting", "comm", "quantized", "scratch", "tables"},
     {"policy"},
     {"core"},
-    {"modules"},
+    {"modules", "slices"},
     {"experts", "guards", "stores", "wires", "stages", "faces", "conductors", "pinning"},
     {"build"},
     {"layer", "auto_wrap"},

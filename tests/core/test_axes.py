@@ -60,7 +60,7 @@ class Taking:
 def started(account: Any, *behind: Any) -> Ticket:
     buffer = GradientBuffer(GradientLayout(account.chunk.layout, 0), torch.float32, account.chunk.device, torch.ones(0))
     buffer.add(0, torch.full((4,), 1 + 2**-12))
-    flow = Flow(ReduceScatter(None, torch.float32), Average(torch.bfloat16, mean=True), *behind)
+    flow = Flow(ReduceScatter(None, torch.float32), Average(torch.bfloat16, mean=True), *behind, typed=lambda part, gradient: gradient)
     group: Any = SimpleNamespace(takes_pieces=False, rank=0, world_size=1)
     gradient = flow.take_room(account, group, buffer)
     names = NamingFailures(group, "reducing", Subject("layer 'a'"))

@@ -33,7 +33,7 @@ FAULTS = [
     Fault(
         "the layer computes without waiting for its gather",
         "core/chunk.py",
-        "            self._ticket.wait()\n",
+        "            now.ticket.wait()\n",
         "",
     ),
     Fault(
@@ -121,7 +121,7 @@ FAULTS = [
         "a buffer is given back while it is filled",
         "core/chunk.py",
         "    def release(self) -> None:\n        self.finish_fetch()\n",
-        "    def release(self) -> None:\n        self._ticket = None\n",
+        "    def release(self) -> None:\n        self.gathering.ticket = None\n",
         "memory_after_another_path",
     ),
     Fault(
@@ -176,15 +176,15 @@ FAULTS = [
         "what a gather brings is given back before it is decoded",
         "core/chunk.py",
         "            room,\n        )\n",
-        "            None,\n        )\n        self.room = None\n        ticket._legs[-1].mark.__class__\n",
+        "            None,\n        )\n        now.room = None\n        ticket._legs[-1].mark.__class__\n",
         "compressed",
     ),
     Fault(
         "what a gather brings is allocated on another stream",
         "core/chunk.py",
-        "                self.room = self.wire.room(self, full.tensor, self.among)\n",
+        "                now.room = now.wire.room(self, full.tensor, now.among)\n",
         "                with torch.Stream(self.shard.device):\n"
-        "                    self.room = self.wire.room(self, full.tensor, self.among)\n",
+        "                    now.room = now.wire.room(self, full.tensor, now.among)\n",
         "compressed",
     ),
     Fault(
@@ -262,7 +262,8 @@ FAULTS = [
         "core/chunk.py",
         "            values = chunk.store.lend(values, room.lent)\n        return values if",
         "            values = chunk.store.lend(values, room.lent)\n        own, received = room.own, room.received\n"
-        "        chunk.room, chunk._ticket._legs[-1].held = None, []\n        room = room._replace(lent=None)\n        return values if",
+        "        chunk.gathering.room, chunk.gathering.ticket._legs[-1].held = None, []\n"
+        "        room = room._replace(lent=None)\n        return values if",
         "offload_to_cpu_bf16",
     ),
     Fault(

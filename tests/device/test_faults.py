@@ -32,7 +32,7 @@ def test_what_a_fault_takes_out_is_there(fault: Fault) -> None:
 def test_without_a_fault_nothing_is_seen() -> None:
     from tests.device.faults import broken, first_sight
 
-    none = Fault("none", "core/chunk.py", "        self.room: Room | None = None\n", "        self.room: Room | None = None\n")
+    none = Fault("none", "core/chunk.py", "        now.room = None\n", "        now.room = None\n")
     with broken(none) as scenarios:
         import zero3
 

@@ -56,7 +56,7 @@ FAULTS = [
     Fault(
         "compute does not wait for a gather",
         "core/chunk.py",
-        "            self._ticket.wait()\n",
+        "            now.ticket.wait()\n",
         "",
         "core/no_sync",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -26,6 +27,7 @@ from ..policy import (
     reduce_format,
     shards_gradients,
 )
+from ..slices import typed
 from ..stages.replicas import KeepInReplica, SumReplicas
 from ..stores.files import PutAway
 from ..stores.here import Here
@@ -105,7 +107,8 @@ def account_of(chunk: Chunk, among: Among, policy: ShardingPolicy, subject: Subj
         stages.append(Home(place))
     keeps = place is not None and directory_of(policy) is not None
     stages.append(PutAway(cast(Keeping, place)) if keeps else Add())
-    flow = Flow(*stages, at_once=place is not None and place.at_once)
+    at_once = place is not None and place.at_once
+    flow = Flow(*stages, typed=partial(typed, chunk, among), at_once=at_once)
     summed = sums if kind is None else torch.float32
     added = summed if summed.itemsize > lands.itemsize else lands
     ones = torch.empty(trailer, dtype=chunk.compute_dtype, device=chunk.device)

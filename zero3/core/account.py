@@ -20,9 +20,6 @@ from .gradient_types import (
     TOKENS,
     DeferredGradient,
     DefersReductions,
-    PieceGradient,
-    ShardGradient,
-    WholeGradient,
     accumulate,
     accumulate_beside,
     has_hooks,
@@ -147,7 +144,7 @@ class Account:
             self.unreached.land(reached, self._zeroed())
         for number, part in enumerate(self.chunk.parts):
             if part.parameter.requires_grad or self._was_kept_for(part):
-                gradient = self._typed(part.of(landed), part)
+                gradient = self.flow.typed(part, part.of(landed))
                 wider = None if exact is None else part.of(exact)
                 if reached is None:
                     accumulate(part.parameter, gradient, wider)
@@ -195,14 +192,6 @@ class Account:
             if placed and part.slots <= slots:
                 part.parameter.grad = None
         self.unreached.forget()
-
-    def _typed(self, gradient: Tensor, part: Part) -> Tensor:
-        """`gradient` in the type that the gradient of `part` has. See `gradient_types`."""
-        kind = (
-            WholeGradient if part.whole else PieceGradient if self.chunk.divided else ShardGradient
-        )
-        alone = self.chunk.whole.layout.world_size == 1
-        return gradient if alone else kind.of(gradient, self.among.communicator)
 
     @property
     def held(self) -> list[Tensor]:
@@ -322,7 +311,7 @@ class Account:
         self.pending = self.owed = False
         for part in self.chunk.parts:
             if isinstance(deferred := part.parameter.grad, DeferredGradient):
-                deferred.leave(part.parameter, partial(self._typed, part=part))
+                deferred.leave(part.parameter, partial(self.flow.typed, part))
         self._forget()
 
     def drop_all(self) -> None:

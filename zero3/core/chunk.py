@@ -7,7 +7,7 @@ travel, and its face what the parameters are in the full buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -194,6 +194,51 @@ class Part(NamedTuple):
         return flat.data[self.start : self.stop].view(self.parameter.shape)
 
 
+class Parts(list[Part]):
+    """What a chunk is for optimizers, and in the model's lists of parameters: the shard itself, or
+    parts of it.
+    """
+
+    def __init__(self, only: Part) -> None:
+        super().__init__([only])
+        # whether any chunk of the model is cut into parts; then ranks may hold different numbers of
+        # parts
+        self.divided = False
+        # the slots that are in none of the optimizer's groups, on all ranks
+        self.left_out: frozenset[str] = frozenset()
+        # whether the chunk trained when its layer was made: its name says so
+        self.trained_at_first = only.parameter.requires_grad
+
+    def cut(self, parts: Iterable[Part], left_out: frozenset[str]) -> None:
+        """Gives optimizers these. `left_out`: slots that none of them has, on any rank."""
+        self[:], self.left_out = parts, left_out
+
+    def count_as_divided(self, divided: bool) -> None:
+        """Whether any chunk of the model is cut into parts."""
+        self.divided = divided
+
+    def descend_from(self, older: Parts) -> None:
+        """The chunk takes the place of an older one, and its name."""
+        self.trained_at_first = older.trained_at_first
+
+
+@dataclass(slots=True)
+class Gathering:
+    """How a chunk is gathered now."""
+
+    among: Placement  # those that gather it
+    wire: Wire
+    room: Room | None = None  # the memory of the gather under way
+    ticket: Ticket | None = None  # that one's
+    # the buffer that the face shows, from its first use on; and whether it shows values there
+    seen: FullBuffer | OwnMemory | None = None
+    shows_values: bool = False
+    # the usual buffer, while another one is in use (see `show_whole`), and whether that one takes
+    # what is stored, and is to show values
+    usual: FullBuffer | OwnMemory | None = None
+    exact: bool = False
+
+
 class Chunk:
     """This rank's slice, `shard` `[S]`, of a layer's parameters of one dtype, either trainable or
     frozen. No class is derived from this one.
@@ -214,36 +259,18 @@ class Chunk:
         compute with that. None: they gather all values.
         """
         self.whole, self.at = whole, at or whole
-        self.among = self.at  # those that gather it now
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
         self.compute_dtype, self.device = computes
         self.store, self.wire, self.face = store, wire, face
-        # the optimizer's parameters: the shard itself, or parts of it
-        self.parts = [self.undivided]
-        # whether any chunk of the model is cut into parts; then ranks may hold different numbers of
-        # parts
-        self.divided = False
-        # the slots that are in none of the optimizer's groups, on all ranks
-        self.left_out: frozenset[str] = frozenset()
+        self.parts = Parts(self.undivided)
         # slots that were on meta and have no values yet; a fetch needs them filled
         self.unloaded: set[int] = set()
-        # trains: the requires_grad of the chunk's parameters
-        self.trainable_when_wrapped = self.trains = shard.requires_grad
+        self.trains = shard.requires_grad  # that of its parameters
         self._seen_version = shard._version
-        self._ticket: Ticket | None = None  # of the gather under way
-        # the memory of the gather under way
-        self.room: Room | None = None
-        # the usual wire and buffer, while others are in use: see `show_whole`
-        self._usual: tuple[Wire, FullBuffer | OwnMemory] | None = None
-        self._exact = False  # whether it is to show values then
+        self.gathering = Gathering(self.at, wire)
         self.full = self._new_buffer(self.compute_dtype)
         # what this chunk asks for; its layer may ask for more
         self.lifetime = Lifetime.CALL
-        # whether parameters' versions tell graphs that the full buffer was released
-        self.tracks_versions = not self.resident
-        # the buffer that the face shows, from its first use on; and whether it shows values there
-        self._seen: FullBuffer | OwnMemory | None = None
-        self._shows_values = False
         if self.resident:
             self._see()
 
@@ -326,9 +353,7 @@ class Chunk:
     def casts(self) -> bool:
         """Whether what computes is something else than what is stored."""
         return (
-            self.face.read_only
-            or self.compute_dtype != self.shard.dtype
-            or (self._usual[0] if self._usual is not None else self.wire).rounds(self)
+            self.face.read_only or self.compute_dtype != self.shard.dtype or self.wire.rounds(self)
         )
 
     def stay_within(self, room: int) -> int:
@@ -340,20 +365,6 @@ class Chunk:
         fits = stays and nbytes <= room
         self.lifetime = Lifetime.STEPS if fits else Lifetime.CALL
         return nbytes if fits else 0
-
-    # -- what it is for optimizers
-
-    def cut(self, parts: list[Part], left_out: frozenset[str]) -> None:
-        """Gives optimizers these parts. `left_out`: slots that none of them has, on any rank."""
-        self.parts, self.left_out = parts, left_out
-
-    def count_as_divided(self, divided: bool) -> None:
-        """Whether any chunk of the model is cut into parts."""
-        self.divided = divided
-
-    def descend_from(self, older: Chunk) -> None:
-        """This one takes the place of `older`, and its name among parameters."""
-        self.trainable_when_wrapped = older.trainable_when_wrapped
 
     def renew(self) -> nn.Parameter:
         """Replaces the shard by a parameter with its values and version. Returns the old one."""
@@ -372,30 +383,30 @@ class Chunk:
         """Until the next release, the full buffer holds all values. `as_stored`: it has the chunk's
         dtype and not the compute dtype, so that they are exact.
         """
-        exact = as_stored and self.casts
-        if self._usual is None and (exact or self.in_part) and not self.full.filled:
-            self._usual, self.among, self._exact = (self.wire, self.full), self.whole, exact
-            self.full = self._new_buffer(self.shard.dtype if exact else self.compute_dtype)
-            if exact:
-                self.wire = Plain()
+        exact, usual = as_stored and self.casts, self.gathering.usual
+        if usual is None and (exact or self.in_part) and not self.full.filled:
+            wire = Plain() if exact else self.wire
+            self.gathering = Gathering(self.whole, wire, usual=self.full, exact=exact)
+            dtype = self.shard.dtype if exact else self.compute_dtype
+            self.full = self._new_buffer(dtype, self.full)
 
     def make_room(self) -> None:
         """[fetch 2] Allocates the full buffer, before ranks rely on the gather: memory may run out
         on one rank alone.
         """
-        full = self.full
+        full, now = self.full, self.gathering
         if not full.filled:
             full.allocate()
             if not full.is_chunk:
-                self.room = self.wire.room(self, full.tensor, self.among)
-        if full is not self._seen:
+                now.room = now.wire.room(self, full.tensor, now.among)
+        if full is not now.seen:
             self._see()
 
     def _see(self) -> None:
         """Leads the face to the present full buffer."""
-        full = self._seen = self.full
-        self._shows_values = False
-        full.show(self.face.views(full.tensor, self.among.layout))
+        full, now = self.full, self.gathering
+        now.seen, now.shows_values = full, False
+        full.show(self.face.views(full.tensor, now.among.layout))
 
     def start_fetch(self, lane: Lane, names: NamingFailures) -> None:
         """[fetch 3] Starts the gather. The lane waits for the compute stream: for the optimizer's
@@ -403,7 +414,7 @@ class Chunk:
         """
         if self.store.rests:
             self.store.soon(self)
-        full = self.full
+        full, now = self.full, self.gathering
         if full.filled:
             return
         if self.parts[0].parameter is not self.shard:
@@ -411,20 +422,21 @@ class Chunk:
         if full.is_chunk:
             # the caller has set chunk.data
             if full.tensor.data_ptr() != self.shard.data_ptr():
-                self.full = self._new_buffer(full.tensor.dtype)
+                self.full = self._new_buffer(full.tensor.dtype, full)
                 self._see()
-            if self._usual is not None:
+            if now.exact:
                 self._show_values()
             return
-        room = self.room or self.wire.room(self, full.tensor, self.among)
+        wire = now.wire
+        room = now.room or wire.room(self, full.tensor, now.among)
         ticket = Ticket(names)
         ticket.go(
             lane,
-            partial(self._gather, room, self.wire, self.among),
-            self.wire.behind(self, room, full.tensor) if self.wire.decodes else None,
+            partial(self._gather, room, wire, now.among),
+            wire.behind(self, room, full.tensor) if wire.decodes else None,
             room,
         )
-        self._ticket = ticket  # only now: a gather that has not begun is none
+        now.ticket = ticket  # only now: a gather that has not begun is none
 
     def _gather(self, room: Room, wire: Wire, among: Placement) -> Pending:
         own = wire.put(self, room)
@@ -442,9 +454,10 @@ class Chunk:
         """Starts a gather that only other ranks need. This rank sends its chunk, and drops what it
         receives.
         """
-        numel = self.among.layout.padded_numel
+        now = self.gathering
+        numel = now.among.layout.padded_numel
         full = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
-        return self._gather_into(full, self.wire, self.among, lane, names)
+        return self._gather_into(full, now.wire, now.among, lane, names)
 
     def read(self, full: Tensor, lane: Lane, names: NamingFailures) -> Ticket:
         """Starts to gather what is stored, exactly and whole, into `full` `[W*S]`, which is the
@@ -478,25 +491,26 @@ class Chunk:
 
     def finish_fetch(self) -> None:
         """Makes the compute stream wait for the gather."""
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
+        now = self.gathering
+        if now.ticket is not None:
+            now.ticket.wait()
+            now.ticket = None
             self.full.arrive()
-            if self._usual is not None:
+            if now.exact:
                 self._show_values()
-        self.room = None
+        now.room = None
         if self.store.rests and not self.full.is_chunk:
             self.store.rest(self.shard.data)
 
     def _show_values(self) -> None:
         """Where codes are gathered, and values are to be shown."""
-        if not (self.face.read_only and self._exact):
+        if not self.face.read_only:
             return
         with torch.no_grad(), torch.inference_mode(False):
             values = self.face.values(self.full.tensor, self.layout)
-            if not self._shows_values:
+            if not self.gathering.shows_values:
                 self.full.show(values)
-                self._shows_values = True
+                self.gathering.shows_values = True
             else:  # parameters show the views already
                 for view, value in zip(self.full.views, values, strict=True):
                     view.copy_(value)
@@ -508,38 +522,35 @@ class Chunk:
         if not self.full.filled:
             return torch.ones((), dtype=torch.bool, device=self.device)
         self.adopt_values()
-        own = self.full.tensor[self.among.place]
-        return (own != self.wire.as_gathered(self, own.dtype).to(own.device)).any()
+        now = self.gathering
+        own = self.full.tensor[now.among.place]
+        return (own != now.wire.as_gathered(self, own.dtype).to(own.device)).any()
 
     def release(self) -> None:
         self.finish_fetch()
-        if self._usual is not None:
-            self.wire, self.full = self._usual
-            self._usual, self.among = None, self.at
-            self._unsee()
+        if self.gathering.usual is not None:
+            self.full, self.gathering = self.gathering.usual, Gathering(self.at, self.wire)
+            self.face.forget()
         elif self.full.left:
             in_use = self.full.in_use()
-            self.full = self._new_buffer(self.full.tensor.dtype)
-            self._unsee()
+            self.full = self._new_buffer(self.full.tensor.dtype, self.full)
+            self.gathering.seen = None  # it is left to its users
+            self.face.forget()
             # If views are still in use, versions must stay: a new version makes torch rebuild their
             # grad_fn from the base as it is now.
-            self.tracks_versions = self.tracks_versions and not in_use()
+            if in_use():
+                self.full.leave_versions()
         else:
             self.full.free()  # [release 2]
         if self.store.rests:
             self.store.rest(self.shard.data)
-
-    def _unsee(self) -> None:
-        """Lets go of a buffer that nobody needs any more, or that is left to its users."""
-        self._seen = None
-        self.face.forget()
 
     def abandon_fetch(self) -> None:
         """Ends a gather that may have failed, after an exception. Its result is not used."""
         try:
             self.finish_fetch()
         except RuntimeError:
-            self._ticket = self.room = None
+            self.gathering.ticket = self.gathering.room = None
             self.full.leave()  # the failed transfer may still write into it
 
     def changed(self) -> bool:
@@ -572,11 +583,15 @@ class Chunk:
             self.shard.data.copy_(own)
         self.store.rest(self.shard.data)
 
-    def _new_buffer(self, dtype: torch.dtype) -> FullBuffer | OwnMemory:
+    def _new_buffer(
+        self, dtype: torch.dtype, before: FullBuffer | OwnMemory | None = None
+    ) -> FullBuffer | OwnMemory:
+        """`before`: the one in whose place it is."""
         with torch.inference_mode(False):  # training may use the same buffer later
-            among = self.among
+            among = self.gathering.among
             uncut = self.alone or (among is not self.whole and among.layout.world_size == 1)
             if uncut and dtype == self.shard.dtype and not self.store.far:
                 shows = self.alone and not self.face.read_only
                 return OwnMemory(self.shard, shows_released=shows)
-            return FullBuffer(among.layout.padded_numel, dtype, self.device)
+            numel, tracks = among.layout.padded_numel, before is None or before.tracks_versions
+            return FullBuffer(numel, dtype, self.device, tracks_versions=tracks)

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..comm.communicator import Averages, Bounds, Communicator
 from ..comm.errors import NamingFailures
 from ..comm.streams import Done, Lane, Lanes, Pending, Then
-from .chunk import Chunk
+from .chunk import Chunk, Part
 from .gradient_buffer import GradientBuffer
 from .reached import Reached
 from .ticket import Ticket
@@ -106,9 +106,13 @@ class Stage(Protocol):
 class Flow:
     """The stages of one chunk's gradients, in legs."""
 
-    def __init__(self, *stages: Stage, at_once: bool = False) -> None:
-        """`at_once`: the host waits for the last leg together with the one before."""
-        self.stages, self._at_once = stages, at_once
+    def __init__(
+        self, *stages: Stage, typed: Callable[[Part, Tensor], Tensor], at_once: bool = False
+    ) -> None:
+        """`typed`: makes what has landed in a part of the type that its gradient has. `at_once`:
+        the host waits for the last leg together with the one before.
+        """
+        self.stages, self.typed, self._at_once = stages, typed, at_once
         self._with_room = [stage for stage in stages if stage.has_room]
         first = [at for at, stage in enumerate(stages) if stage.lane]
         self._legs = [

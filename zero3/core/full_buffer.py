@@ -36,8 +36,11 @@ class FullBuffer:
     is_chunk = False  # whether it is the chunk's own memory
     shows_released = False  # whether released parameters stay readable in it
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._numel = numel
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, tracks_versions: bool = True
+    ) -> None:
+        """`tracks_versions`: whether parameters' versions tell graphs that it was released."""
+        self._numel, self.tracks_versions = numel, tracks_versions
         self.tensor = torch.empty(0, dtype=dtype, device=device)  # 1-D [W*S] from its first use on
         self._storage: torch.UntypedStorage = self.tensor.untyped_storage()
         self._nbytes = 0
@@ -75,6 +78,10 @@ class FullBuffer:
         one.
         """
         self.left = True
+
+    def leave_versions(self) -> None:
+        """Parameters' versions stay."""
+        self.tracks_versions = False
 
     def in_use(self) -> Callable[[], bool]:
         """Returns what tells, once the chunk has another one, whether views of it are in use."""
@@ -127,7 +134,7 @@ class OwnMemory:
     """
 
     is_chunk = True
-    left = False
+    left = tracks_versions = False
 
     def __init__(self, shard: nn.Parameter, *, shows_released: bool) -> None:
         self.shows_released = shows_released
@@ -141,7 +148,7 @@ class OwnMemory:
     def allocate(self) -> None:
         return None
 
-    arrive = forget = free = leave = allocate
+    arrive = forget = free = leave = leave_versions = allocate
 
     def in_use(self) -> Callable[[], bool]:
         return lambda: True

@@ -1,33 +1,19 @@
-"""The types of a chunk's gradient, which refuse operations that need the gradients of all ranks,
-and how gradients accumulate.
-"""
+"""A chunk's gradient while a part of it is kept unreduced, and how gradients accumulate."""
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..comm.communicator import Communicator
 from .autograd import around_accumulation, as_plain_tensors
 from .sites import become
 
 __all__: list[str] = []
-
-_NORMS = frozenset(
-    {torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
-)
-_STILL_A_SLICE = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
-# copies are plain tensors, as those of `clone` are
-_COPIES = frozenset({Tensor.__deepcopy__, Tensor.__reduce_ex__})
-_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
-
 
 SEEN_WITHOUT_VALUES = frozenset(
     {
@@ -49,99 +35,6 @@ SEEN_WITHOUT_VALUES = frozenset(
 _IS_SPARSE = Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
-class ShardGradient(Tensor):
-    """The gradient `[S]` of one rank's chunk. It behaves as a plain tensor, with two exceptions.
-
-    * A norm would be the norm of this rank's slice, so `torch.nn.utils.clip_grad_norm_` would clip
-      each rank by another factor. It raises an error that names `zero3.clip_grad_norm_`, also for
-      `.data` and `.detach()`.
-    * `torch.amp.GradScaler` looks for inf and nan in the gradient. If one rank finds any, all ranks
-      must skip the step, so the finding is reduced over ranks (one scalar; every rank unscales).
-    """
-
-    communicator: Communicator
-
-    @classmethod
-    def of(cls, gradient: Tensor, communicator: Communicator) -> Self:
-        guarded = gradient.as_subclass(cls)
-        guarded.communicator = communicator
-        return guarded
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in _NORMS:
-            cls._before_norm(sys._getframe(1))
-        if func in _COPIES:
-            return func(args[0].as_subclass(Tensor), *args[1:])
-        if func is _UNSCALE:
-            cls._before_unscale(args[0])
-            # torch copies the scale to the host without waiting for the copy
-            if args[2].is_pinned():
-                raise RuntimeError(
-                    "gradients rest in host memory (offload=), where torch.amp.GradScaler would "
-                    "unscale them by a number that may not have come yet: use zero3.GradScaler, "
-                    "which takes the same arguments"
-                )
-        with as_plain_tensors():
-            result = func(*args, **(kwargs or {}))
-        if func in _STILL_A_SLICE:
-            return cls.of(result, args[0].communicator)
-        if func is _UNSCALE:
-            next(g for g in args[0] if isinstance(g, cls)).communicator.all_reduce(
-                args[1], maximum=True
-            )
-        return result
-
-    @classmethod
-    def _before_norm(cls, caller: FrameType | None) -> None:
-        raise RuntimeError(
-            "this is the norm of one rank's slice of a gradient, and every rank gets another: use "
-            "zero3.clip_grad_norm_(model, max_norm) to clip, or zero3.clip_grad_norm_(model, "
-            "float('inf')) to read the global norm; zero3.parameter_norms(model) for each "
-            "parameter's norm. (The slice's own: chunk.grad.as_subclass(torch.Tensor).norm().)"
-        )
-
-    @classmethod
-    def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
-        """Chunks need no check: every rank has the same number of them, so every rank takes part in
-        the all-reduce.
-        """
-
-
-class PieceGradient(ShardGradient):
-    """The gradient of a part of a chunk. Some ranks have no part, so they would not take part in
-    GradScaler's all-reduce.
-    """
-
-    @classmethod
-    def _before_unscale(cls, gradients: Sequence[Tensor]) -> None:
-        raise RuntimeError(
-            "torch.amp.GradScaler looks for inf and nan on each rank by itself, and after "
-            "zero3.param_groups not every rank has a part of every gradient, so ranks would step "
-            "differently: use zero3.GradScaler, which takes the same arguments"
-        )
-
-
-class WholeGradient(PieceGradient):
-    """The gradient of a parameter in its own shape. Its norm is right, but a total over parameters
-    is still one rank's.
-    """
-
-    @classmethod
-    def _before_norm(cls, caller: FrameType | None) -> None:
-        if (
-            caller is not None
-            and caller.f_globals.get("__name__") == torch.nn.utils.clip_grad.__name__
-        ):
-            super()._before_norm(caller)
-
-
 class CallersMistake(RuntimeError):
     """An error that `step_guard` does not catch: every rank raises it."""
 
@@ -161,6 +54,10 @@ class DefersReductions(Protocol):
 
     def reduce_deferred(self) -> bool:
         """Reduces the deferred gradients. Returns False if that is not allowed yet."""
+        ...
+
+    def chunk_changed(self, label: str) -> None:
+        """Inside a backward, before it was over. `label`: the layer's."""
         ...
 
 
@@ -209,6 +106,11 @@ class DeferredGradient(Tensor):
 
     def count_as_zeroed(self, zeroed: bool) -> None:
         self.zeroed = zeroed
+
+    def tell_of_change(self, label: str) -> None:
+        """See `DefersReductions.chunk_changed`."""
+        if (layer := self.layer()) is not None:
+            layer.chunk_changed(label)
 
     def reduce_now(self) -> None:
         """Reduces this and all other deferred gradients of the model. This object becomes an
@@ -277,23 +179,6 @@ class DeferredGradient(Tensor):
             return func(*args, **(kwargs or {}))
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
-
-
-class UsedGradient(DeferredGradient):
-    """Stands for a gradient by which its chunk was stepped inside the backward (`offload_optimizer`
-    with `in_backward=True`).
-    """
-
-
-def stepped_already(label: str) -> CallersMistake:
-    """The error for a layer that is reached a second time."""
-    return CallersMistake(
-        f"a chunk of layer {label} got a second gradient before optimizer.step(), and was stepped "
-        "by the first one already (offload_optimizer with in_backward=True). Run the backwards "
-        "of all micro-batches but the last inside zero3.no_sync(model), add no penalty over "
-        "chunks, and call each layer in one forward a step; or leave in_backward out. This "
-        "training has to go on from a checkpoint"
-    )
 
 
 def accumulate_beside(

@@ -94,8 +94,9 @@ class LayerChunks(list[Chunk]):
         """
         names: dict[str, nn.Parameter | None] = {}
         for chunk in self:
-            name = "trainable_chunk" if chunk.trainable_when_wrapped else "frozen_chunk"
-            alike = [c for c in self if c.trainable_when_wrapped == chunk.trainable_when_wrapped]
+            name = "trainable_chunk" if chunk.parts.trained_at_first else "frozen_chunk"
+            first = chunk.parts.trained_at_first
+            alike = [c for c in self if c.parts.trained_at_first == first]
             if len({c.own_dtype for c in alike}) > 1:
                 name += f"_{str(chunk.own_dtype).removeprefix('torch.')}"
             if chunk.in_part:  # there is one for each parameter

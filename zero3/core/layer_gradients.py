@@ -237,6 +237,8 @@ class LayerGradients:
         backward.reduce_deferred()
         return True
 
+    def chunk_changed(self, label: str) -> None: ...
+
     # -- the begin and the end of a backward
 
     def begin_backward(self) -> None:

@@ -19,7 +19,7 @@ from .autograd import inside_backward, profiler_label
 from .chunk import Chunk
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .full_buffer import Lifetime
-from .gradient_types import UsedGradient, stepped_already
+from .gradient_types import DeferredGradient
 from .ignored import IgnoredGradient
 from .layer_chunks import LayerChunks
 from .layer_gradients import LayerGradients
@@ -237,9 +237,9 @@ class LayerState:
         # [S2] since the last fetch
         changed = list(filter(Chunk.changed, self.chunks))
         if changed and inside_backward():
-            parts = [part for chunk in changed for part in chunk.parts]
-            if any(isinstance(part.parameter.grad, UsedGradient) for part in parts):
-                raise stepped_already(self.label)
+            for part in (part for chunk in changed for part in chunk.parts):
+                if isinstance(part.parameter.grad, DeferredGradient):
+                    part.parameter.grad.tell_of_change(self.label)
         self.parameters.show(changed, again=again)
 
     def keep(self) -> None:

@@ -98,7 +98,7 @@ class LayerParameters(list[ShardedParameter]):
         for sharded, version in zip(self, self.versions, strict=True) if not again else ():
             sites, chunk = sharded.sites, sharded.chunk
             sites.show(chunk.full.views[sharded.index])
-            if chunk.tracks_versions:
+            if chunk.full.tracks_versions:
                 saved.append(sites.parameter)
                 saved_at.append(version)
         restore_versions(tuple(saved), tuple(saved_at))
@@ -124,7 +124,7 @@ class LayerParameters(list[ShardedParameter]):
         """Gives hidden parameters a new version, so that torch raises its own error if a backward
         would read one.
         """
-        renew_versions([each.sites.parameter for each in self if each.chunk.tracks_versions])
+        renew_versions([each.sites.parameter for each in self if each.chunk.full.tracks_versions])
 
     # -- what a caller may have done to them
 

@@ -344,8 +344,8 @@ def _gathered(layer: LayerState) -> list[int]:
     """The bytes of each of the layer's gathers."""
     missing = [c for c in layer.chunks if not c.full.filled and not c.resident]
     return [
-        chunk.wire.rows.nbytes - chunk.wire.rows[chunk.index].nbytes
-        if isinstance(chunk.wire, Coded) and chunk.wire.rounds(chunk)
+        chunk.gathering.wire.rows.nbytes - chunk.gathering.wire.rows[chunk.index].nbytes
+        if isinstance(chunk.gathering.wire, Coded) and chunk.gathering.wire.rounds(chunk)
         else _received(chunk, chunk.compute_dtype.itemsize)
         for chunk in missing
     ]

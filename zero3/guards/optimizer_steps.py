@@ -227,7 +227,7 @@ def _unreached(states: list[LayerState]) -> Iterator[str]:
     for state in states:
         for sharded in state.parameters:
             chunk, name = sharded.chunk, sharded.sites.name
-            trains = chunk.shard.requires_grad and name not in chunk.left_out
+            trains = chunk.shard.requires_grad and name not in chunk.parts.left_out
             if trains and sharded.index in state.gradients.accounts[chunk].unreached.slots:
                 yield f"{state.label}.{name}"
 
@@ -238,7 +238,9 @@ def empty_groups(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str
         (state, sharded) for state in states for sharded in state.parameters if sharded.chunk.trains
     ]
     alike = len({sharded.stand_in.ndim for _, sharded in trained}) < 2
-    if alike or any(sharded.chunk.divided for _, sharded in trained):  # `param_groups` divides
+    if alike or any(
+        sharded.chunk.parts.divided for _, sharded in trained
+    ):  # `param_groups` divides
         return
     names = [f"{state.label}.{sharded.sites.name}" for state, sharded in trained]
     names[_SHOWN:] = ["..."] * (len(names) > _SHOWN)

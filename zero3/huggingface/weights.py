@@ -79,7 +79,9 @@ class _Reading:
     def may_be_found(self) -> bool:
         """Whether the full buffer stays from step to step, as what is read here."""
         chunk, full = self._chunk, self._chunk.full.tensor
-        its = self._state.stays(chunk) and not (chunk.resident or chunk.wire.rounds(chunk))
+        its = self._state.stays(chunk) and not (
+            chunk.resident or chunk.gathering.wire.rounds(chunk)
+        )
         return its and full.dtype == self._dtype
 
     def gives(self, dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..core.gradient_types import CallersMistake, DeferredGradient, UsedGradient, stepped_already
+from ..core.gradient_types import CallersMistake, DeferredGradient
 from ..guards.marks import Owner, state_of
 from ..optim.several import held_by
 from ..stores.resting import resting_place
@@ -92,14 +92,14 @@ class InBackward:
         if optimizer is None or not self.steps(parameter):
             return
         if turn in self._made:
-            raise stepped_already(state_of(parameter).label)
+            raise _second_gradient(state_of(parameter).label)
         self._made.append(turn)
         following = next(iter(self._before[len(self._made) :]), None)
         if following in self._made:
             following = None
         self._turns.make(optimizer, turn, following, lambda: self._step(optimizer))
         parameter.grad = None
-        parameter.grad = UsedGradient.like(parameter, _Used)
+        parameter.grad = DeferredGradient.like(parameter, _Used)
 
     def finish(self) -> None:
         """Called by `optimizer.step()`: the gradients that were used are gone. Likewise by a load,
@@ -134,6 +134,9 @@ class _Used:
 
     holds = 0
 
+    def chunk_changed(self, label: str) -> NoReturn:
+        raise _second_gradient(label)
+
     def reduce_deferred(self) -> NoReturn:
         raise CallersMistake(
             "this gradient is used up: its chunk was stepped inside backward (offload_optimizer "
@@ -141,3 +144,14 @@ class _Used:
             "full_gradients and whatever else reads it come too late. Leave in_backward out for "
             "that"
         )
+
+
+def _second_gradient(label: str) -> CallersMistake:
+    """The error for a layer that is reached a second time."""
+    return CallersMistake(
+        f"a chunk of layer {label} got a second gradient before optimizer.step(), and was stepped "
+        "by the first one already (offload_optimizer with in_backward=True). Run the backwards "
+        "of all micro-batches but the last inside zero3.no_sync(model), add no penalty over "
+        "chunks, and call each layer in one forward a step; or leave in_backward out. This "
+        "training has to go on from a checkpoint"
+    )

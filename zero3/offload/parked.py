@@ -203,6 +203,8 @@ class _Parked:
 
     holds = 0
 
+    def chunk_changed(self, label: str) -> None: ...
+
     def reduce_deferred(self) -> NoReturn:
         _refuse("needs the values of a gradient")
 

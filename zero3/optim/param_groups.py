@@ -109,7 +109,7 @@ def _divided(
         if chunk.parts[0].parameter is not chunk.shard
     ]
     for chunk in chunks_of(states):
-        chunk.count_as_divided(bool(cut))
+        chunk.parts.count_as_divided(bool(cut))
     for made, (options, first) in zip(groups, answers.groups, strict=True):
         if not made["params"]:
             whole = options.get("whole", False)

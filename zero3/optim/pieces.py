@@ -67,7 +67,7 @@ class _Placeholder(nn.Parameter):
 
 def trains(chunk: Chunk, name: str) -> bool:
     """Whether one of the chunk's parameters trains. `name`: of its slot."""
-    return chunk.shard.requires_grad and name not in chunk.left_out
+    return chunk.shard.requires_grad and name not in chunk.parts.left_out
 
 
 def supersede(parameter: nn.Parameter, name: str) -> None:
@@ -177,7 +177,7 @@ def _install(state: LayerState, chunk: Chunk, parts: list[Part], left_out: froze
         become(chunk.shard, nn.Parameter)
     else:
         supersede(chunk.shard, f"a chunk of layer {state.label}")
-    chunk.cut(parts, left_out)
+    chunk.parts.cut(parts, left_out)
     for part in parts:
         mark(part.parameter, state).grad_dtype = chunk.shard.grad_dtype
     state.chunks.list_in()

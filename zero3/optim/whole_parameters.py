@@ -52,7 +52,7 @@ def families(
     for state in states:
         for chunk in state.chunks:
             if chunk.shard.requires_grad:
-                kind = chunk if chunk.in_part else chunk.trainable_when_wrapped
+                kind = chunk if chunk.in_part else chunk.parts.trained_at_first
                 key = state, kind, chunk.shard.dtype, chunk.own_dtype
                 found.setdefault(key, []).append(chunk)
     result = []
@@ -179,7 +179,7 @@ def _exchange(family: Family, chunks: list[Chunk]) -> None:
             index for index, slot in enumerate(chunk.layout.slots) if slot.name in unloaded
         )
         if family.frozen is None:
-            chunk.descend_from(family.chunks[0])
+            chunk.parts.descend_from(family.chunks[0].parts)
         mark(chunk.shard, state)
         # so that older graphs, whose buffers are gone, raise
         torch.autograd.graph.increment_version(chunk.shard)

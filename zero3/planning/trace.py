@@ -336,7 +336,7 @@ class _Observer:
             for chunk in what.layer.chunks:
                 if not chunk.resident:
                     self._ledger.claim(chunk.full.tensor, "full_buffers", is_resized=True)
-                for tensor in tensors_in(chunk.room):
+                for tensor in tensors_in(chunk.gathering.room):
                     self._ledger.claim(tensor, "full_buffers")
         elif isinstance(what, Reduce):
             for _, gradient in what.mine or ():

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..core.autograd import around_accumulation, as_plain_tensors
-from ..core.gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient, WholeGradient
+from ..core.gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient
 from ..core.sites import become
+from ..slices import WholeGradient
 
 __all__: list[str] = []
 

@@ -45,7 +45,7 @@ class StateChanges:
 
     @property
     def divided(self) -> bool:
-        return any(chunk.divided for state in self._states for chunk in state.chunks)
+        return any(chunk.parts.divided for state in self._states for chunk in state.chunks)
 
     def gradients(self) -> list[int]:
         """The number of gradients, and the number of layers that keep sums for a later backward to
