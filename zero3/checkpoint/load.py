@@ -25,6 +25,7 @@ from .hosts import PartsOfHosts, parts_of
 from .lazy import Lazy
 from .manifest import Manifest
 from .meta_buffers import initialise, put
+from .numbered import saves_of
 from .placing import Placing, place
 from .ranges import Ranges
 from .safetensors_files import SafetensorsFiles
@@ -86,7 +87,7 @@ def load_checkpoint(
             extra = zero3.load_checkpoint(latest, model, optimizer)
             schedule.load_state_dict(extra["schedule"])
     """
-    used_together(model, "load_checkpoint")[0].saves.finish()
+    saves_of(used_together(model, "load_checkpoint")[0]).finish()
     return _Loader(path, model, optimizer, weights).load()
 
 
@@ -302,7 +303,7 @@ class _Loader:
         self._restore_random(found, contents)
         run, number = found.content.get("run"), int(found.content.get("number", 0))
         for state in contents.states:
-            state.saves.belong_to(run, number)  # later checkpoints belong to it too
+            saves_of(state).belong_to(run, number)  # later checkpoints belong to it too
         return extra
 
     def _fill_optimizer(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..access import used
 from ..comm.agreement import agreeing, exchange_texts
+from ..core.layer_state import LayerState
 from . import file_operations, manifest
 from .hosts import files_here
 
@@ -165,3 +166,33 @@ def _paths_in(directory: Path) -> list[Path]:
     """
     paths = [directory / name for name in file_operations.names_in(directory)]
     return [path for path in paths if not path.is_dir() or os.access(path, os.R_OK | os.X_OK)]
+
+
+class Saves:
+    """The run to which a model's checkpoints belong, and the one that is still being written. Each
+    layer has one.
+    """
+
+    def __init__(self) -> None:
+        self.run: str | None = None  # of the checkpoint that was loaded or saved last
+        self.number = 0  # its own; later ones have higher numbers, wherever they lie
+        self._wait: Callable[[], None] | None = None
+
+    def belong_to(self, run: str | None, number: int) -> None:
+        self.run, self.number = run, max(self.number, number)
+
+    def begin(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def finish(self) -> None:
+        """Waits for what has begun, if anything has. That calls `end`."""
+        if self._wait is not None:
+            self._wait()
+
+    def end(self) -> None:
+        self._wait = None
+
+
+def saves_of(state: LayerState) -> Saves:
+    found: Saves = state.kept.setdefault(Saves, Saves())
+    return found

@@ -35,7 +35,7 @@ from .contents import Contents, NamedSpan
 from .extra_state import encoded, extra_states_of
 from .hosts import Hosts, from_rank
 from .lazy import bytes_of
-from .numbered import check_run, next_number, prune
+from .numbered import check_run, next_number, prune, saves_of
 from .safetensors_writing import Written, as_file, header_of, write_hashed
 from .saved_optimizer import Held, contents_of, held_by
 from .value_hashes import value_hashes
@@ -171,7 +171,7 @@ def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _
     first = used_together(model, "save_checkpoint")[0]
     # if ranks have made different transfers, a checkpoint of them must not replace a good one
     first.log.look()
-    first.saves.finish()
+    saves_of(first).finish()
     together: Together | None = None
     held: list[Held] = []
     with agreeing(first.communicator, first.device, "save_checkpoint", log=first.log) as lines:
@@ -285,9 +285,9 @@ class _Prepared:
         states = self.contents.states
         launched = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's, which restarts keep
         launched = launched if launched not in ("", "none") else self.token
-        self.run = self.content["run"] = self.run or states[0].saves.run or launched
+        self.run = self.content["run"] = self.run or saves_of(states[0]).run or launched
         for state in states:
-            state.saves.belong_to(self.run, 0)
+            saves_of(state).belong_to(self.run, 0)
 
     def make_directory(self) -> None:
         """Rank 0 makes the directory, or one rank on each host. Every rank calls it."""
@@ -330,7 +330,8 @@ class _Prepared:
         text = json.dumps(self.content) if contents.is_first else ""
         self.content = json.loads(from_rank(first, text, 0))
         with agreeing(contents.communicator, contents.device, "the number of save_checkpoint"):
-            number = max(next_number(self.directory) if hosts.leads else 0, first.saves.number + 1)
+            there = next_number(self.directory) if hosts.leads else 0
+            number = max(there, saves_of(first).number + 1)
         numbers = exchange_texts(contents.communicator, contents.device, str(number))
         self.content["number"] = max(map(int, numbers))
 
@@ -339,7 +340,7 @@ class _Prepared:
         data = self.directory / f"data-{self.token}"
         for directory in (data, self.directory, self.directory.parent):
             file_operations.sync_directory(directory)
-        number = self.contents.states[0].saves.number + 1
+        number = saves_of(self.contents.states[0]).number + 1
         if self.hosts is None:
             self.content["number"] = max(next_number(self.directory), number)
         manifest.write(self.directory, self.content, dict(sorted(files.items())), self.token)
@@ -409,7 +410,7 @@ class Saving:
             self._copy()
             self._thread = threading.Thread(target=self._write, name="zero3.save_checkpoint")
             self._thread.start()
-            prepared.contents.states[0].saves.begin(self.wait)
+            saves_of(prepared.contents.states[0]).begin(self.wait)
         else:
             self._write()
 
@@ -458,7 +459,7 @@ class Saving:
         self._over = True
         contents = self._prepared.contents
         communicator, device = contents.communicator, contents.device
-        contents.states[0].saves.end()
+        saves_of(contents.states[0]).end()
         log = contents.states[0].log
         log.keep("save_checkpoint")  # so that a rank that still writes is behind
         try:
@@ -479,7 +480,7 @@ class Saving:
         with agreeing(communicator, device, "the end of save_checkpoint", log=log):
             self._prepared.clean()
         for state in contents.states:
-            state.saves.belong_to(self._prepared.run, self._prepared.content.get("number", 0))
+            saves_of(state).belong_to(self._prepared.run, self._prepared.content.get("number", 0))
 
 
 @torch.no_grad()

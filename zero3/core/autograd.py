@@ -26,6 +26,9 @@ __all__: list[str] = []
 # the strides of its place.
 copy_together: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 
+# Zeroes some values. (`zero_grad` calls it.)
+zero_together: Callable[..., Any] = torch._foreach_zero_
+
 _MARK = "zero3"  # key in a node's metadata
 _MAX_DEPTH = 8  # of nested outputs; deeper than any model returns
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, nn.Module)

@@ -194,7 +194,7 @@ class Part(NamedTuple):
         return flat.data[self.start : self.stop].view(self.parameter.shape)
 
 
-class Parts(list[Part]):
+class ChunkParts(list[Part]):
     """What a chunk is for optimizers, and in the model's lists of parameters: the shard itself, or
     parts of it.
     """
@@ -217,7 +217,7 @@ class Parts(list[Part]):
         """Whether any chunk of the model is cut into parts."""
         self.divided = divided
 
-    def descend_from(self, older: Parts) -> None:
+    def descend_from(self, older: ChunkParts) -> None:
         """The chunk takes the place of an older one, and its name."""
         self.trained_at_first = older.trained_at_first
 
@@ -262,7 +262,7 @@ class Chunk:
         self.shard = shard  # 1-D [S], in the dtype that the optimizer updates
         self.compute_dtype, self.device = computes
         self.store, self.wire, self.face = store, wire, face
-        self.parts = Parts(self.undivided)
+        self.parts = ChunkParts(self.undivided)
         # slots that were on meta and have no values yet; a fetch needs them filled
         self.unloaded: set[int] = set()
         self.trains = shard.requires_grad  # that of its parameters

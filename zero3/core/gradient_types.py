@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from .autograd import around_accumulation, as_plain_tensors
+from .autograd import around_accumulation, as_plain_tensors, zero_together
 from .sites import become
 
 __all__: list[str] = []
@@ -165,8 +165,8 @@ class DeferredGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in (Tensor.zero_, torch._foreach_zero_):
-            for gradient in args[0] if func is torch._foreach_zero_ else args[:1]:
+        if func in (Tensor.zero_, zero_together):
+            for gradient in args[0] if func is zero_together else args[:1]:
                 if isinstance(gradient, cls):
                     gradient.zeroed = True
                 else:

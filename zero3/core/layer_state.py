@@ -37,29 +37,6 @@ class Presence(Enum):
     KEPT = "kept"
 
 
-class Saves:
-    """The run to which the model's checkpoints belong, and the one that is still being written."""
-
-    def __init__(self) -> None:
-        self.run: str | None = None  # of the checkpoint that was loaded or saved last
-        self.number = 0  # its own; later ones have higher numbers, wherever they lie
-        self._wait: Callable[[], None] | None = None
-
-    def belong_to(self, run: str | None, number: int) -> None:
-        self.run, self.number = run, max(self.number, number)
-
-    def begin(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def finish(self) -> None:
-        """Waits for what has begun, if anything has. That calls `end`."""
-        if self._wait is not None:
-            self._wait()
-
-    def end(self) -> None:
-        self._wait = None
-
-
 @dataclass(frozen=True, slots=True)
 class Behaviour:
     """What a layer was made to do."""
@@ -128,7 +105,8 @@ class LayerState:
         self.pins = Pins()
         # (owner, attribute, name) of buffers without values
         self.meta_buffers: list[tuple[nn.Module, str, str]] = []
-        self.saves = Saves()
+        # what other rooms keep with the layer, by its class
+        self.kept: dict[type, Any] = {}
         self.write_into(self.chunks.log)
         self.rename(label)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..checkpoint.contents import check_released
 from ..checkpoint.file_operations import write_at
 from ..checkpoint.lazy import STAGE_BYTES, bytes_of
+from ..checkpoint.numbered import saves_of
 from ..checkpoint.safetensors_files import fill
 from ..comm.agreement import agreeing
 from ..comm.factory import give_memory_back
@@ -91,7 +92,7 @@ class _Parking(AbstractContextManager[None]):
         model, optimizer, to = self._given
         states = used_between(model, "parked")
         first = self._first = states[0]
-        first.saves.finish()
+        saves_of(first).finish()
         with agreeing(first.communicator, first.device, "parked") as lines:
             lines.append("in host memory" if to == "cpu" else "in a file")
             members = [] if optimizer is None else members_of(optimizer)
