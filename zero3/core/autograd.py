@@ -26,6 +26,9 @@ __all__: list[str] = []
 # the strides of its place.
 copy_together: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 
+# A tensor of a class of tensors, over the memory of another one. It is no view of that.
+make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
+
 # Zeroes some values. (`zero_grad` calls it.)
 zero_together: Callable[..., Any] = torch._foreach_zero_
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from .autograd import around_accumulation, as_plain_tensors, zero_together
+from .autograd import around_accumulation, as_plain_tensors, make_subclass, zero_together
 from .sites import become
 
 __all__: list[str] = []
@@ -93,7 +93,7 @@ class DeferredGradient(Tensor):
         if nothing is None:
             nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
         # as_subclass would make a view of `nothing`. `data`: it has a version of its own
-        deferred = torch.Tensor._make_subclass(cls, nothing.expand(parameter.shape).data)
+        deferred: DeferredGradient = make_subclass(cls, nothing.expand(parameter.shape).data)
         deferred.zeroed, deferred.layer = False, layer
         before = parameter.grad
         deferred.reduced = before.earlier if isinstance(before, DeferredGradient) else before
