@@ -590,8 +590,10 @@ class Chunk:
         with torch.inference_mode(False):  # training may use the same buffer later
             among = self.gathering.among
             uncut = self.alone or (among is not self.whole and among.layout.world_size == 1)
-            if uncut and dtype == self.shard.dtype and not self.store.far:
+            own = uncut and dtype == self.shard.dtype and not self.store.far
+            tracks = not own if before is None else before.tracks_versions
+            if own:
                 shows = self.alone and not self.face.read_only
-                return OwnMemory(self.shard, shows_released=shows)
-            numel, tracks = among.layout.padded_numel, before is None or before.tracks_versions
+                return OwnMemory(self.shard, shows_released=shows, tracks_versions=tracks)
+            numel = among.layout.padded_numel
             return FullBuffer(numel, dtype, self.device, tracks_versions=tracks)

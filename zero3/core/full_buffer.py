@@ -37,7 +37,7 @@ class FullBuffer:
     shows_released = False  # whether released parameters stay readable in it
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, *, tracks_versions: bool = True
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, tracks_versions: bool
     ) -> None:
         """`tracks_versions`: whether parameters' versions tell graphs that it was released."""
         self._numel, self.tracks_versions = numel, tracks_versions
@@ -134,10 +134,10 @@ class OwnMemory:
     """
 
     is_chunk = True
-    left = tracks_versions = False
+    left = False
 
-    def __init__(self, shard: nn.Parameter, *, shows_released: bool) -> None:
-        self.shows_released = shows_released
+    def __init__(self, shard: nn.Parameter, *, shows_released: bool, tracks_versions: bool) -> None:
+        self.shows_released, self.tracks_versions = shows_released, tracks_versions
         self.filled = False  # nothing is gathered
         self.tensor = _marked(shard.data)  # 1-D [S], the same memory
         self.views: Sequence[Tensor] = ()
