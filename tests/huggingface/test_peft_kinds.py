@@ -52,6 +52,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "FOURIERFT": LINEAR | {"n_frequency": 8},
     "VBLORA": LINEAR | {"num_vectors": 8, "vector_length": 16, "topk": 2},
     "MISS": LINEAR | {"r": 8},
+    "BONE": LINEAR | {"r": 8},
     "ROAD": LINEAR | {"group_size": 4},
     "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [1, 2]},
     "C3A": LINEAR | {"block_size": 16},

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 import zero3
 from tests.support.offloaded import in_files
@@ -45,10 +46,13 @@ NOT_HERE = "adamw_anyprecision adamw_torch_xla adamw_torch_npu_fused"  # of a li
 
 
 def test_every_name_of_transformers_is_told_of() -> None:
+    import transformers
     from transformers.training_args import OptimizerNames
 
     told = " ".join([TRIED, LOW_BIT, DIVIDE, NOT_HERE]).split()
-    assert sorted(told) == sorted(name.value for name in OptimizerNames)
+    found = sorted(name.value for name in OptimizerNames)
+    older = Version(transformers.__version__) < Version("5.23")
+    assert sorted(told) == found or (older and set(found) - set(told) <= {"adamw_apex_fused"})
 
 
 def losses_by_name(rank: Rank, ours: bool) -> dict[str, Any]:

@@ -8,7 +8,10 @@ import torch
 import transformers as t
 
 import zero3
+from tests.support.planned import PLANS
 from zero3.__main__ import main
+
+pytestmark = PLANS
 
 CONFIG = t.Qwen3MoeConfig(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, vocab_size=128, intermediate_size=8,

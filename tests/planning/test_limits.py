@@ -330,11 +330,12 @@ def test_plan_advises_quantize_for_what_quantize_selects() -> None:
     assert zero3.plan(experts, **arguments).setup.may_quantize and not zero3.plan(grouped, **arguments).setup.may_quantize
 
 
-def test_rotary_embeddings_that_need_values_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+def test_rotary_embeddings_that_need_values_are_told(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(*_: object, **__: object) -> None:
         raise RuntimeError("unknown device type for autocast in get_autocast_dispatch_key_from_device_type")  # as with transformers 5.1
 
     model = model_of(Case("Llama"))
     monkeypatch.setattr(type(model.model.rotary_emb), "forward", forward)
     with pytest.raises(RuntimeError, match=r"needs transformers 5\.4 or later.*pip install"):
-        zero3.plan(model, ranks=2, device="cpu")
+        zero3.plan(model, ranks=2, device="cpu", chunked_head=chunked)

@@ -9,12 +9,15 @@ import torch
 import transformers as t
 
 import zero3
+from tests.support.planned import PLANS
 from zero3.__main__ import main
 from zero3.planning.alike import Alike
 from zero3.planning.ledger import Ledger
 from zero3.planning.setup import Setup
 from zero3.planning.trace import Trace
 from zero3.sequences.tiles import joined
+
+pytestmark = PLANS
 
 SIZES: dict[str, Any] = {"vocab_size": 5000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 1024}
 

@@ -85,7 +85,7 @@ def test_parts_are_exchanged_again_where_they_are_recomputed(reentrant: bool, pe
 
     def body(group: Any) -> list[int]:
         mine = zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
-        mine.activation_checkpointing_enable({"use_reentrant": reentrant})
+        mine.gradient_checkpointing_enable({"use_reentrant": reentrant})
         mine.train()
         losses = [zero3.causal_lm_loss(mine, reduction="sum", **zero3.split_sequence(mine, each)) for each in batches]
         forward = len([each for each in group.sequence_group.log if each.kind == "all_to_all"])

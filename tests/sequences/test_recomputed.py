@@ -141,7 +141,7 @@ def test_backward_in_another_thread_than_forward() -> None:
     def body(group: Any) -> None:
         policy = zero3.ShardingPolicy(gradient_reduction="sum")
         mine, other = (zero3.shard(each[group.rank], process_group=group, policy=policy) for each in (models, own_models))
-        mine.activation_checkpointing_enable({"use_reentrant": True})
+        mine.gradient_checkpointing_enable({"use_reentrant": True})
         loss = zero3.causal_lm_loss(mine.train(), reduction="sum", **zero3.split_sequence(mine, whole))
         with ThreadPoolExecutor(1) as pool:
             pool.submit(loss.backward).result()
@@ -200,7 +200,7 @@ def test_the_whole_model_in_a_checkpoint(kind: str, reentrant: bool, how: str) -
     def body(group: Any) -> None:
         mine = zero3.shard(models[group.rank], process_group=group, policy=zero3.ShardingPolicy(gradient_reduction="sum"))
         if kind != "own" and how != "attend":
-            mine.activation_checkpointing_enable({"use_reentrant": False})
+            mine.gradient_checkpointing_enable({"use_reentrant": False})
         mine.train()
         parts = [zero3.split_sequence(mine, each) for each in batches]
         losses = [checkpoint(outputs, mine, part, one.detach().requires_grad_(), use_reentrant=reentrant).square().sum() for part in parts]
@@ -261,7 +261,7 @@ def test_step_guard_drops_what_one_rank_alone_cannot_compute_in_one_checkpoint()
 
     def body(group: Any) -> list[bool]:
         mine = zero3.shard(models[group.rank], process_group=group, policy=POLICY)
-        mine.activation_checkpointing_enable({"use_reentrant": False})
+        mine.gradient_checkpointing_enable({"use_reentrant": False})
         mine.train()
         failed = []
         for number, whole in enumerate(batches):

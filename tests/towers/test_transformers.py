@@ -189,7 +189,8 @@ def test_text_on_one_rank_and_images_or_sound_on_the_other_train_as_one_process(
 
 @pytest.mark.parametrize("kind", ["llava", "mllama", "qwen2_audio", "qwen2_5_omni", "t5gemma2"])
 def test_towers_chosen_of_transformers_are_those_of_the_page(kind: str) -> None:
-    assert tower_table.chosen(kind) == tower_table.told()[kind] != "nothing"
+    found, told = tower_table.chosen(kind), tower_table.told()[kind]
+    assert found in (told, told.replace("`model.", "`")) and told != "nothing"  # an older transformers has some outside of `model`
 
 
 @pytest.mark.slow

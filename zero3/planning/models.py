@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike, fspath
@@ -203,7 +204,9 @@ def chunked_loss_of(
 ) -> Tensor:
     """The same without logits."""
     given = inputs(batch, sequence)
-    return causal_lm_loss(model, reduction="sum", shift_labels=_labels(given["input_ids"]), **given)
+    labels = _labels(given["input_ids"])
+    with _on_paper_alone():
+        return causal_lm_loss(model, reduction="sum", shift_labels=labels, **given)
 
 
 def tile_blocks(model: nn.Module, length: int, join: Callable[..., Tensor]) -> None:
@@ -225,8 +228,24 @@ def tile_blocks(model: nn.Module, length: int, join: Callable[..., Tensor]) -> N
 def loss_of(model: nn.Module, batch: int, sequence: int, inputs: Inputs = words_alone) -> Tensor:
     """The loss of one micro-batch, as a trainer computes it. `inputs`: what it is called with."""
     given = inputs(batch, sequence)
-    try:
+    with _on_paper_alone():
         made = model(labels=_labels(given["input_ids"]), use_cache=False, **given)
+    if not isinstance(loss := getattr(made, "loss", None), Tensor):
+        raise ValueError(
+            f"a {type(model).__name__} that is called with labels= has to return an object with a "
+            f"loss, found {type(made).__name__}{' without one' * hasattr(made, 'loss')}"
+        )
+    return loss
+
+
+@contextmanager
+def _on_paper_alone() -> Iterator[None]:
+    """
+    Raises:
+        RuntimeError: The model's class computes something that needs values.
+    """
+    try:
+        yield
     except RuntimeError as error:
         if "unknown device type for autocast" not in str(error):
             raise
@@ -235,12 +254,6 @@ def loss_of(model: nn.Module, batch: int, sequence: int, inputs: Inputs = words_
             "ones can't be computed without values. Install it: pip install --upgrade "
             "transformers"
         ) from error
-    if not isinstance(loss := getattr(made, "loss", None), Tensor):
-        raise ValueError(
-            f"a {type(model).__name__} that is called with labels= has to return an object with a "
-            f"loss, found {type(made).__name__}{' without one' * hasattr(made, 'loss')}"
-        )
-    return loss
 
 
 def _labels(ids: Tensor) -> Tensor:

@@ -182,6 +182,8 @@ class _Mask:
             return self._inner(**kw)
         library: Any = sys.modules["transformers.masking_utils"]
         kw |= {"q_length": measured.whole, "kv_length": measured.whole}
+        if (counted := kw.get("cache_position")) is not None:  # an older transformers' `q_length`
+            kw["cache_position"] = torch.arange(measured.whole, device=counted.device)
         kw["attention_mask"] = measured.mask
         if measured.packed is not None:
             packed = library.packed_sequence_mask_function(measured.packed)
