@@ -25,7 +25,7 @@ from ..optim.several import held_by
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from ..scratch.mapped_files import MappedFiles
-from ..stores.resting import resting_place
+from ..stores.files import Files
 from ..stores.untouched import to_bring, touch
 from .one_by_one import narrowed, try_out
 from .traffic import Traffic, Visit
@@ -111,7 +111,8 @@ class Turn:
 
     def visit(self, optimizer: torch.optim.Optimizer) -> Visit | None:
         """What lies in files of all that the turn works on."""
-        if self.files is None or (place := resting_place(self.chunk)) is None:
+        store = None if self.chunk is None else self.chunk.store
+        if self.files is None or not isinstance(store, Files):
             return None
         parameters = list(self.all())
         gradients = [
@@ -126,7 +127,7 @@ class Turn:
         states = (optimizer.state.get(parameter, {}) for parameter in parameters)
         kept = chain.from_iterable(state.values() for state in states)
         state = [value for value in kept if type(value) is Tensor and value.ndim]
-        return Visit(self.layer, place, written, read, self.files.files, state)
+        return Visit(self.layer, store, written, read, self.files.files, state)
 
 
 class Turns:

@@ -11,7 +11,7 @@ writing    the host waits for the copy of the fetch: at the end of a backward, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,28 +78,6 @@ class Pinned:
         return None
 
     def rest(self, values: Tensor) -> None:
-        return None
-
-    # -- it is all in memory, always
-
-    def bring(self, tensor: Tensor, *, to_write: bool) -> None:
-        return None
-
-    def is_away(self, tensor: Tensor) -> bool:
-        return False
-
-    def write(self, values: Tensor) -> None:
-        return None
-
-    read_ahead = write
-
-    def rest_gradients(self) -> None:
-        return None
-
-    def is_used_at_once(self, by: Callable[[], bool]) -> None:
-        return None
-
-    def note_short(self, is_short: bool) -> None:
         return None
 
     def check_process(self) -> None:
