@@ -37,19 +37,22 @@ class Done:
 
 
 class Then:
-    """A transfer, and work that follows it: of the lane, or of the host in the order of waits,
-    which is the same on all ranks.
+    """A transfer, and work that follows it, if there is any: of the lane, or of the host in the
+    order of waits, which is the same on all ranks.
     """
 
-    def __init__(self, pending: Pending, then: Callable[[], object]) -> None:
-        self._pending = pending
-        self._then: Callable[[], object] | None = then
+    def __init__(self, pending: Pending, then: Callable[[], object] | None) -> None:
+        self._pending: Pending | None = pending
+        self._then = then
 
     def wait(self) -> None:
+        if self._pending is None:
+            return
         self._pending.wait()
         if self._then is not None:
             self._then()
-        self._then = None
+        # only now: after a failure, a second wait must fail again
+        self._pending = self._then = None
 
 
 class Lane(Protocol):
@@ -99,21 +102,6 @@ class Lanes(NamedTuple):
             weakref.finalize(owner, _join, lanes).atexit = False
 
 
-class _HostMark:
-    def __init__(self, pending: Pending, then: Callable[[], None] | None) -> None:
-        self._pending: Pending | None = pending
-        self._then = then
-
-    def wait(self) -> None:
-        if self._pending is None:
-            return
-        self._pending.wait()
-        if self._then is not None:
-            self._then()
-        # only now: after a failure, a second wait must fail again
-        self._pending = self._then = None
-
-
 class _Deferred:
     """The end of a transfer that begins later."""
 
@@ -143,7 +131,7 @@ class HostLane:
         return self._open
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
-        return _HostMark(pending, then)
+        return Then(pending, then)
 
     def defer(self, begin: Callable[[], Pending]) -> Pending:
         self._deferred.append(_Deferred(self, begin))

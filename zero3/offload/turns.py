@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
-from ..core.layer_state import LayerState
 from ..guards.marks import StateMemory, state_of
+from ..guards.optimizer_steps import layers_stepped_by
 from ..guards.unreached import left_alone
-from ..optim.several import held_by
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from ..scratch.mapped_files import MappedFiles
@@ -88,12 +87,6 @@ class ZerosInFiles(TorchFunctionMode):
         return func(*args, **options)
 
 
-def layers_of(optimizer: torch.optim.Optimizer) -> list[LayerState]:
-    """The layers that the optimizer's parameters belong to."""
-    found = dict.fromkeys(map(state_of, held_by(optimizer)))
-    return [state for state in found if state is not None]
-
-
 @dataclass(eq=False)
 class Turn:
     """Those of the optimizer's parameters that are stepped together: in one chunk, or all that rest
@@ -146,7 +139,7 @@ class Turns:
     def of(self, optimizer: torch.optim.Optimizer) -> list[Turn]:
         """First what rests in no files, then chunk by chunk, in the order of the groups."""
         chunks: dict[int, tuple[Chunk, StateFiles, str]] = {}
-        for state in layers_of(optimizer):
+        for state in layers_stepped_by(optimizer):
             if (directory := directory_of(state.policy)) is not None:
                 if directory not in self._files:  # chunks of a group that was added later
                     self._files[directory] = StateFiles(directory)
