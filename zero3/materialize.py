@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .access import used
+from .access import agree_on_layers, used
 from .checkpoint.meta_buffers import hooks_of, initialise, twin
 from .checkpoint.random_state import generators, restore
 from .comm.agreement import agree
@@ -69,13 +69,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     states = used(model, "materialize")
     first = states[0]
     told = Commands(states)
-    agree(
-        first.communicator,
-        first.device,
-        "materialize",
-        [state.name_among_ranks for state in states],
-        _mistake(model, states, init),
-    )
+    agree_on_layers(states, "materialize", _mistake(model, states, init))
     tensors, unseeded = generators(first.device)
     digest = hashlib.sha256(
         b"".join(tensor.numpy().tobytes() for tensor in tensors.values())

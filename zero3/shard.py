@@ -554,19 +554,12 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
     )
     own, largest = root.chunks.full_nbytes() - aside, max(max(sizes) for sizes in kinds.values())
     own_names = [sharded.sites.name for sharded in root.parameters if sharded not in grouped]
-    listed = (
-        ", ".join(own_names[:6]) + (" ..." if len(own_names) > 6 else "")
-        if own_names
-        else "nothing"
-    )
-    parts += (
-        (
+    listed = ", ".join(own_names[:6]) + " ..." * (len(own_names) > 6) or "nothing"
+    if grouped:
+        parts += (
             f"; {len(grouped)} adapters of layers in the root's own layer, together "
             f"({megabytes(aside)})"
         )
-        if grouped
-        else ""
-    )
     _log.info(
         "%s: %s; in the root's own layer %s (%s)",
         type(model).__name__,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .communicator import Bounds
 from .process_group import GroupCommunicator, cut, timeout_of
-from .shared_memory.host_memory import HostMemory, host_memory
+from .shared_memory.host_memory import Expected, HostMemory, host_memory
 from .streams import Done, Pending
 
 __all__: list[str] = []
@@ -317,16 +317,14 @@ class GlooCommunicator(GroupCommunicator):
                 dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag)
             )
         memory.begun(tag)  # after everything that may fail, so that a failed start can be repeated
-        expected = {
-            source: memory.expect(source, tag, turn) for source in incoming if source in near
-        }
+        expected = [Expected(memory, source, tag, turn) for source in incoming if source in near]
 
         def land() -> None:
             """Calls `then` while the data of near ranks is mapped."""
             with ExitStack() as lent:
                 found = {
-                    source: lent.enter_context(each.look(incoming[source]))
-                    for source, each in expected.items()
+                    each.source: lent.enter_context(memory.look(each, incoming[each.source]))
+                    for each in expected
                 }
                 then(incoming | found)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ from ..core.collectives import (
 )
 from ..core.gradient_types import WrongCallError
 from ..core.layer_state import LayerState, accounts_of
+from ..core.schedule import ForwardOrder
 from ..layer import layers_of, runtimes_in
 from ..towers.entering import refuse_towers
 
@@ -186,15 +187,14 @@ class CollectiveReplay:
             self.close(keep=False)
             raise
 
+    def _orders(self) -> Iterator[ForwardOrder[Any]]:
+        return (order for runtime in runtimes_in(self._model) for order in runtime.orders)
+
     def _expectations(self) -> list[tuple[Any, ...]]:
-        return [order.known for runtime in runtimes_in(self._model) for order in runtime.orders]
+        return [order.known for order in self._orders()]
 
     def _expect(self, expectations: list[tuple[Any, ...]]) -> None:
-        for order, known in zip(
-            [order for runtime in runtimes_in(self._model) for order in runtime.orders],
-            expectations,
-            strict=False,
-        ):
+        for order, known in zip(self._orders(), expectations, strict=False):
             order.expect(known)
 
     @property
