@@ -77,20 +77,12 @@ def agree(
         if error is not None:
             raise error
         return [note]
-    kind = (
-        next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError")
-        if error is not None
-        else ""
-    )
-    said = str(error) if isinstance(error, _KINDS) else f"{type(error).__name__}: {error}"
-    text = json.dumps(
-        {
-            "subject": subject,
-            "lines": list(lines or ()),
-            "kind": kind,
-            "error": said if error is not None else "",
-        }
-    )
+    kind = said = ""
+    if error is not None:
+        kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError")
+        said = str(error) if isinstance(error, _KINDS) else f"{type(error).__name__}: {error}"
+    report = {"subject": subject, "lines": list(lines or ()), "kind": kind, "error": said}
+    text = json.dumps(report)
     digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes(
         [_AGREES | (error is not None)]
     )

@@ -62,7 +62,8 @@ class GroupCommunicator:
         self.world_size = self.shards = dist.get_world_size(group)
         self.replica = 0
         self.channel = 0
-        self._on_streams = has_streams(device) and backend not in _ON_HOST
+        # whether transfers have handles; otherwise streams order them
+        self._handles = not has_streams(device) or backend in _ON_HOST
         # NCCL multiplies by 1/W before it adds: that moves no bit if W is a power of two
         self.averages = backend == "nccl" and self.world_size.bit_count() == 1
         # torch 2.13 deprecates the old names; torch 2.11 has only the old names
@@ -108,12 +109,11 @@ class GroupCommunicator:
             if full.dtype not in _KNOWN:
                 full, shard = moved(full), moved(shard)
             return (
-                self._all_gather(full, shard, group=self._group, async_op=not self._on_streams)
-                or Done()
+                self._all_gather(full, shard, group=self._group, async_op=self._handles) or Done()
             )
         slices = [moved(each) for each in cut(full, bounds)]
         return (
-            dist.all_gather(slices, moved(shard), group=self._group, async_op=not self._on_streams)
+            dist.all_gather(slices, moved(shard), group=self._group, async_op=self._handles)
             or Done()
         )
 
@@ -126,24 +126,18 @@ class GroupCommunicator:
             )
         if bounds is None:
             return (
-                self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams)
+                self._reduce_scatter(shard, full, group=self._group, async_op=self._handles)
                 or Done()
             )
         return (
-            dist.reduce_scatter(
-                shard, cut(full, bounds), group=self._group, async_op=not self._on_streams
-            )
+            dist.reduce_scatter(shard, cut(full, bounds), group=self._group, async_op=self._handles)
             or Done()
         )
 
     def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
         return (
             self._reduce_scatter(
-                shard,
-                full,
-                dist.ReduceOp.AVG,
-                group=self._group,
-                async_op=not self._on_streams,
+                shard, full, dist.ReduceOp.AVG, group=self._group, async_op=self._handles
             )
             or Done()
         )
@@ -161,7 +155,7 @@ class GroupCommunicator:
         own = [stop - start for start, stop in pairwise(into)] if into is not None else own
         return (
             dist.all_to_all_single(
-                received, sent, own, sizes, group=self._group, async_op=not self._on_streams
+                received, sent, own, sizes, group=self._group, async_op=self._handles
             )
             or Done()
         )
@@ -179,14 +173,12 @@ class GroupCommunicator:
         """Works as `all_reduce` for a sum, but only starts it. The order of the sum depends on the
         backend.
         """
-        return dist.all_reduce(tensor, group=self._group, async_op=not self._on_streams) or Done()
+        return dist.all_reduce(tensor, group=self._group, async_op=self._handles) or Done()
 
     def average_later(self, tensor: Tensor) -> Pending:
         """Does the same for a mean."""
         return (
-            dist.all_reduce(
-                tensor, dist.ReduceOp.AVG, group=self._group, async_op=not self._on_streams
-            )
+            dist.all_reduce(tensor, dist.ReduceOp.AVG, group=self._group, async_op=self._handles)
             or Done()
         )
 
@@ -197,11 +189,7 @@ class GroupCommunicator:
             sent = [moved(each) for each in slices] if slices is not None else None
             return (
                 dist.scatter(
-                    moved(shard),
-                    sent,
-                    group=self._group,
-                    group_src=0,
-                    async_op=not self._on_streams,
+                    moved(shard), sent, group=self._group, group_src=0, async_op=self._handles
                 )
                 or Done()
             )
@@ -237,15 +225,14 @@ class GroupCommunicator:
         mine = on_device(torch.frombuffer(bytearray(payload), dtype=torch.uint8), device)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
         pending = (
-            self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams)
-            or Done()
+            self._all_gather(all_ranks, mine, group=self._group, async_op=self._handles) or Done()
         )
         return Gathered(
-            pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload)
+            pending, None if self._handles else OnHost(all_ranks), all_ranks, len(payload)
         )
 
     def duplicate(self) -> Communicator:
-        if not self._on_streams:
+        if self._handles:
             return self  # transfers with handles do not queue behind each other
         ranks = dist.get_process_group_ranks(self._group)
         part = len(ranks) < dist.get_world_size()
