@@ -354,7 +354,10 @@ def states_of(module: nn.Module, *, whole: bool = False) -> list[LayerState]:
     """
     own, lent = _found_in(module)
     if not (own or lent):
-        raise _not_sharded(module)
+        raise ValueError(
+            f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer "
+            "first"
+        )
     several = [state for state in own if state.behaviour.modules > 1]
     for state in [*lent, *several] if whole else ():
         _refuse_others(module, state)
@@ -504,9 +507,3 @@ def _found_in(module: nn.Module) -> tuple[list[LayerState], list[LayerState]]:
             ):
                 lent.append(state)
     return own, lent
-
-
-def _not_sharded(module: nn.Module) -> ValueError:
-    return ValueError(
-        f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first"
-    )

@@ -217,20 +217,11 @@ def random_state_kept(device: torch.device) -> AbstractContextManager[object]:
     return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu")
 
 
-class Fence:
+def fence(device: torch.device) -> torch.Event:
     """A point in the current stream's work, which the host can wait for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event(device)
-        self._event.record(torch.accelerator.current_stream(device))
-
-    def query(self) -> bool:
-        """Whether the stream has come here."""
-        return self._event.query()
-
-    def synchronize(self) -> None:
-        """Blocks the host until the stream has come here."""
-        self._event.synchronize()
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -255,9 +246,9 @@ class OnHost:
             else into
         )
         self._copy.copy_(tensor, non_blocking=True)
-        self._made: Fence | None = None
+        self._made: torch.Event | None = None
         if later:
-            self._made = Fence(tensor.device)
+            self._made = fence(tensor.device)
 
     def ready(self) -> bool:
         return self._made is None or self._made.query()

@@ -31,10 +31,6 @@ def _nobody() -> None:
     return None
 
 
-def _never() -> bool:
-    return False
-
-
 def _leave_to_parent(chunk: _Whom) -> None:
     """Called in a forked child, which has no copy of what is in files."""
     if (found := chunk()) is not None and isinstance(found.store, Files):
@@ -53,7 +49,7 @@ class Files:
         file = GrowingFile(directory)
         self._values, self._gradients = MappedFiles(directory, file), MappedFiles(directory, file)
         self.allocate, self.check_process = self._values.empty, self._values.check_process
-        self._used_at_once: Callable[[], bool] = _never
+        self._used_at_once: Callable[[], bool] = lambda: False
         self._is_short = False
         self._recent: list[Any] = []  # the last chunks of the model that were fetched
         # the two that were fetched before this one -> the one fetched next
