@@ -153,12 +153,7 @@ def pinned(
     finally:
         steps_seen().forget(pins)
         toggled = [name for each in pins for name in each.undo_toggles()] if to != "compute" else []
-        replaced = [
-            f"{p.sites.name!r} of layer {each.state.label}"
-            for each in pins
-            for p in each.state.parameters
-            if p.sites.replaced()
-        ]
+        replaced = [name for each in pins for name in each.replaced()]
         for each in pins:
             each.state.unpin()
             each.state.parameters.look_at_toggles()
@@ -184,11 +179,10 @@ def _merged_adapters(model: nn.Module) -> dict[str, list[str]]:
     """Returns the merged adapters by peft's own notes. In bf16 a merge may change no value, and is
     wrong nevertheless if it is undone.
     """
-    notes = {
-        name: getattr(module, "merged_adapters", None) for name, module in model.named_modules()
-    }
     return {
-        name: list(merged) for name, merged in notes.items() if isinstance(merged, list) and merged
+        name: list(merged)
+        for name, module in model.named_modules()
+        if isinstance(merged := getattr(module, "merged_adapters", None), list) and merged
     }
 
 
