@@ -161,7 +161,12 @@ class CollectiveReplay:
         self._model = model
         self._states = used_together(model, "step_guard")
         self.rank = self._states[0].communicator.rank
-        _refuse_where_it_cannot_repeat(model, self._states)
+        why = "it repeats the transfers of a micro-batch"
+        refuse_where_nothing_repeats(model, self._states, "step_guard", why)
+        if any(state.gradients.holds for state in self._states):
+            raise WrongCallError(
+                "zero3.step_guard inside another one: give each micro-batch one guard"
+            )
         self._outside = _gradients(left_out(self._states))
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
@@ -323,18 +328,17 @@ class CollectiveReplay:
         return [chunk.shard._version for state in self._states for chunk in state.chunks]
 
 
-def _refuse_where_it_cannot_repeat(model: nn.Module, states: Sequence[LayerState]) -> None:
-    """Refuses what a guard does not take, before anything has begun."""
+def refuse_where_nothing_repeats(
+    model: nn.Module, states: list[LayerState], caller: str, why: str
+) -> None:
+    """Raises ValueError, on all ranks, if the transfers of a micro-batch can't be repeated. `why`
+    the `caller` has to.
+    """
     if not layers_of(model):  # what such a part transfers is its layer's
-        raise inside_a_layer(model, [*states], "step_guard")
+        raise inside_a_layer(model, states, caller)
     if any(state.policy.stage != 3 or state.policy.dynamic for state in states):
-        raise ValueError(
-            f"rank {states[0].communicator.rank}: zero3.step_guard needs ShardingPolicy(stage=3, "
-            "dynamic=False): it repeats their transfers"
-        )
-    refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
-    if any(state.gradients.holds for state in states):
-        raise WrongCallError("zero3.step_guard inside another one: give each micro-batch one guard")
+        raise ValueError(f"zero3.{caller} needs ShardingPolicy(stage=3, dynamic=False): {why}")
+    refuse_towers(model, f"zero3.{caller}", why)
 
 
 def _kind_of(states: Sequence[LayerState]) -> tuple[object, ...]:
