@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -282,27 +283,21 @@ def _destroy(reference: weakref.ref[Any]) -> None:
             dist.destroy_process_group(group)
 
 
+@dataclass(eq=False, slots=True)
 class Gathered:
-    """The result of an exchange: `all_ranks` holds every rank's bytes when `pending` is over, and
-    `copied` is a copy for the host.
-    """
+    """The result of an exchange."""
 
-    def __init__(
-        self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int
-    ) -> None:
-        self._pending = pending
-        self._copied = copied
-        self._all_ranks = all_ranks
-        self._length = length
+    pending: Pending
+    copied: OnHost | None  # a copy for the host, where that does not wait for `pending`
+    all_ranks: Tensor  # every rank's bytes, when `pending` is over
+    length: int
 
     def ready(self) -> bool:
-        return self._copied is None or self._copied.ready()
+        return self.copied is None or self.copied.ready()
 
     def read(self) -> list[bytes]:
-        self._pending.wait()
-        return _split(
-            self._all_ranks if self._copied is None else self._copied.tensor(), self._length
-        )
+        self.pending.wait()
+        return _split(self.all_ranks if self.copied is None else self.copied.tensor(), self.length)
 
 
 def _split(all_ranks: Tensor, length: int) -> list[bytes]:

@@ -60,8 +60,8 @@ class Steps:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._listeners:
             _refuse_pinned(optimizer)
-        for layer in layers_stepped_by(optimizer, ignored_by) if self._listeners else ():
-            layer.conductor.conduct(Use(layer, "an optimizer's step"))
+            for layer in layers_stepped_by(optimizer, ignored_by):
+                layer.conductor.conduct(Use(layer, "an optimizer's step"))
         steps = self._known.get(optimizer)
         held = 0
         for group in optimizer.param_groups:
