@@ -384,12 +384,10 @@ def _as_configured(
     }
     dims = {sites.name: sites.parameter.dim() for sites in everything}
     kept = frozenset(name for name, module in modules.items() if asked.covers(module, dims[name]))
+    if not kept:
+        return policy
     kind: Any = asked.format
-    return (
-        replace(policy, quantize=replace(kind, select=lambda name, info: name in kept))
-        if kept
-        else policy
-    )
+    return replace(policy, quantize=replace(kind, select=lambda name, info: name in kept))
 
 
 def _with_policies(partition: _Partition, policy: ShardingPolicy | PolicyOf) -> _Partition:
@@ -624,11 +622,9 @@ def _recomputes_reentrantly(module: nn.Module) -> bool:
     """Whether transformers checkpoints the module in the reentrant way, which is torch's
     default.
     """
-    function = (
-        getattr(module, "_gradient_checkpointing_func", None)
-        if vars(module).get("gradient_checkpointing")
-        else None
-    )
+    if not vars(module).get("gradient_checkpointing"):
+        return False
+    function = getattr(module, "_gradient_checkpointing_func", None)
     return function is not None and bool(
         getattr(function, "keywords", {}).get("use_reentrant", True)
     )

@@ -213,11 +213,9 @@ def tell_all(
         return [text]
     with NamingFailures(communicator, "comparing with the other ranks", Subject(subject), caller):
         told = communicator.exchange(bytes([bool(text)]) + digest.to_bytes(8, "little"), device)
-        texts = (
-            exchange_texts(communicator, device, text)
-            if any(flag[0] for flag in told)
-            else [""] * communicator.world_size
-        )
+        texts = [""] * communicator.world_size
+        if any(flag[0] for flag in told):
+            texts = exchange_texts(communicator, device, text)
     digests = [flag[1:].hex() for flag in told]
     if len(set(digests)) > 1:
         why = {rank: text for rank, text in enumerate(texts) if text}

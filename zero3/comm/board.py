@@ -305,11 +305,8 @@ class Board:
     def _declined(self, rank: int, function: str) -> str:
         with suppress(RuntimeError):
             claim = self._claim_of(self._members[rank])
-            return (
-                claim.what
-                if claim is not None and not claim.place and claim.caller == function
-                else ""
-            )
+            if claim is not None and not claim.place and claim.caller == function:
+                return claim.what
         return ""
 
     def _read(self, key: str) -> str:
@@ -341,12 +338,9 @@ def board_for(communicator: object) -> Board | None:
 
 
 def numbered(members: Sequence[int]) -> str:
-    in_a_row = len(members) > 2 and list(members) == [*range(members[0], members[0] + len(members))]
-    return (
-        f"the ranks {members[0]} to {members[-1]}"
-        if in_a_row
-        else f"the ranks {', '.join(map(str, members))}"
-    )
+    if len(members) > 2 and list(members) == [*range(members[0], members[0] + len(members))]:
+        return f"the ranks {members[0]} to {members[-1]}"
+    return f"the ranks {', '.join(map(str, members))}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -54,8 +54,6 @@ class MeshCommunicator:
     def __init__(self, row: Communicator, column: Replicas, members: Sequence[int] = ()) -> None:
         """`members`: the numbers of all ranks among those of the job, row by row."""
         self._row, self._column, self.members = row, column, members
-        self.all_gather, self.reduce_scatter = row.all_gather, row.reduce_scatter
-        self.reduce_pieces, self.all_to_all = row.reduce_pieces, row.all_to_all
         self.shard_rank, self.shards, self.replica = row.rank, row.world_size, column.rank
         self.rank = self.replica * self.shards + self.shard_rank
         self.world_size = self.shards * column.world_size
@@ -82,8 +80,22 @@ class MeshCommunicator:
     def channel(self, number: int) -> None:
         self._row.channel = self._column.channel = number
 
+    def all_gather(self, full: Tensor, shard: Tensor, bounds: Bounds = None) -> Pending:
+        return self._row.all_gather(full, shard, bounds)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, bounds: Bounds = None) -> Pending:
+        return self._row.reduce_scatter(shard, full, bounds)
+
     def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
         return cast(Averages, self._row).reduce_to_mean(shard, full)
+
+    def reduce_pieces(self, shard: Tensor, pieces: Sequence[Sequence[Tensor]]) -> Pending:
+        return self._row.reduce_pieces(shard, pieces)
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, bounds: Bounds = None, into: Bounds = None
+    ) -> Pending:
+        return self._row.all_to_all(received, sent, bounds, into)
 
     def sum_replicas(self, shard: Tensor) -> Pending:
         """Sums `shard` `[S]` over the ranks that hold the same chunk, in place. It only

@@ -240,12 +240,9 @@ class OnHost:
 
     def __init__(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
         later = has_streams(tensor.device)
-        self._copy = (
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later)
-            if into is None
-            else into
-        )
-        self._copy.copy_(tensor, non_blocking=True)
+        if into is None:
+            into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later)
+        self._copy = into.copy_(tensor, non_blocking=True)
         self._made: torch.Event | None = None
         if later:
             self._made = fence(tensor.device)

@@ -146,11 +146,8 @@ def refuse_merges(model: nn.Module) -> None:
     to be quantised again.
     """
     for module in plain_modules(model):
-        base = (
-            module.get_base_layer()  # type: ignore[operator]
-            if callable(getattr(type(module), "get_base_layer", None))
-            else None
-        )
+        asked = getattr(type(module), "get_base_layer", None)
+        base = module.get_base_layer() if callable(asked) else None  # type: ignore[operator]
         if isinstance(base, nn.Module) and any(
             hasattr(parameter, "zero3_recipe") for _, parameter in parameters_of(base)
         ):
