@@ -293,29 +293,23 @@ class GlooCommunicator(GroupCommunicator):
         works. Empty messages are sent too: torch's debug mode raises an error if ranks send
         different numbers of messages.
         """
-        memory, group, works = self._memory, self._group, list[Any]()
+        memory, group = self._memory, self._group
         near, turn = memory.near, memory.next_turn(tag)
         memory.put(
             tag, turn, {target: tensors for target, tensors in outgoing.items() if target in near}
         )
-        for source in [rank for rank in incoming if rank not in near]:
-            works.append(
-                dist.irecv(
-                    incoming[source].view(torch.uint8), group=group, group_src=source, tag=tag
-                )
-            )
-        for target in [rank for rank in outgoing if rank not in near]:
-            tensors = outgoing[target]
-            tensor = (
-                tensors[0]
-                if len(tensors) == 1
-                else torch.cat(
-                    [torch.empty(0, dtype=torch.uint8), *(t.view(torch.uint8) for t in tensors)]
-                )
-            )
-            works.append(
-                dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag)
-            )
+        works: list[Any] = [
+            dist.irecv(place.view(torch.uint8), group=group, group_src=source, tag=tag)
+            for source, place in incoming.items()
+            if source not in near
+        ]
+        for target, tensors in outgoing.items():
+            if target in near:
+                continue
+            parts = [tensor.view(torch.uint8) for tensor in tensors]
+            if len(parts) != 1:  # there may be none
+                parts = [torch.cat([torch.empty(0, dtype=torch.uint8), *parts])]
+            works.append(dist.isend(parts[0], group=group, group_dst=target, tag=tag))
         memory.begun(tag)  # after everything that may fail, so that a failed start can be repeated
         expected = [Expected(memory, source, tag, turn) for source in incoming if source in near]
 
