@@ -231,11 +231,8 @@ class Board:
 
         def ask() -> None:
             with suppress(RuntimeError):
-                said.append(
-                    Board(self._store.clone(), self._what, self._members, self._rank)._ask(
-                        caller, doing, timed_out
-                    )
-                )
+                board = Board(self._store.clone(), self._what, self._members, self._rank)
+                said.append(board._ask(caller, doing, timed_out))
 
         asking = Thread(target=ask, daemon=True)
         asking.start()

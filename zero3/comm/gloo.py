@@ -98,12 +98,8 @@ class GlooCommunicator(GroupCommunicator):
             return Done()
         slices, others = self._slices(full, bounds), self._others()
         incoming = {rank: slices[rank] for rank in others}
-        pending = self._swap(
-            self._tag(_GATHER),
-            incoming,
-            dict.fromkeys(others, (shard,)),
-            partial(_copy_into, slices),
-        )
+        outgoing = dict.fromkeys(others, (shard,))
+        pending = self._swap(self._tag(_GATHER), incoming, outgoing, partial(_copy_into, slices))
         if slices[self.rank].data_ptr() != shard.data_ptr():
             slices[self.rank].copy_(shard)
         return pending
@@ -155,12 +151,8 @@ class GlooCommunicator(GroupCommunicator):
             else cut(received, into)
         )
         incoming = {rank: places[rank] for rank in others}
-        pending = self._swap(
-            self._tag(_REDUCE),
-            incoming,
-            {rank: (slices[rank],) for rank in others},
-            partial(_copy_into, places),
-        )
+        outgoing = {rank: (slices[rank],) for rank in others}
+        pending = self._swap(self._tag(_REDUCE), incoming, outgoing, partial(_copy_into, places))
         places[self.rank].copy_(slices[self.rank])
         return pending
 

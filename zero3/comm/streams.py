@@ -217,8 +217,11 @@ def random_state_kept(device: torch.device) -> AbstractContextManager[object]:
     return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu")
 
 
-def fence(device: torch.device) -> torch.Event:
-    """A point in the current stream's work, which the host can wait for."""
+Fence = torch.Event  # a point in a stream's work, which the host can wait for
+
+
+def fence(device: torch.device) -> Fence:
+    """Where the current stream's work is now."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -243,7 +246,7 @@ class OnHost:
         if into is None:
             into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later)
         self._copy = into.copy_(tensor, non_blocking=True)
-        self._made: torch.Event | None = None
+        self._made: Fence | None = None
         if later:
             self._made = fence(tensor.device)
 

@@ -191,11 +191,8 @@ def _guarded_apply(
 ) -> nn.Module:
     for inner in plain_modules(module):  # check all before the first is converted
         for _, parameter in released_in(inner):
-            check_conversion(
-                torch.empty(1, dtype=parameter.dtype, device=parameter.device),
-                fn,
-                parameter.zero3_name,
-            )
+            probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+            check_conversion(probe, fn, parameter.zero3_name)
     return apply(fn, recurse)
 
 
@@ -289,14 +286,8 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
     if isinstance(new, nn.Module) and WRAPPED in vars(new):
         enter_model(new)
     if GUARDED in vars(module) and isinstance(new, nn.Module):
-        _check_strangers(
-            module,
-            [
-                f"{name}.{inner}"
-                for inner, parameter in new.named_parameters()
-                if not _is_sharded(parameter)
-            ],
-        )
+        added = new.named_parameters()
+        _check_strangers(module, [f"{name}.{inner}" for inner, p in added if not _is_sharded(p)])
 
 
 def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:

@@ -143,16 +143,20 @@ class MicroBatch:
     """Rows of a batch, and the context for their forward and backward.
 
     Attributes:
-        data: The batch, with these rows alone.
         rows: How many.
         weight: Their share of this rank's batch: `rows` / its rows. The loss is scaled by it.
         failed: After the context: whether the rows did not fit, on any rank, and were dropped.
     """
 
     def __init__(self, model: nn.Module, data: Any, rows: int, weight: float) -> None:
-        self.data, self.rows, self.weight, self.failed = data, rows, weight, False
+        self._data, self.rows, self.weight, self.failed = data, rows, weight, False
         self.errors: Mapping[int, str] | None = None  # None: it was not entered
         self._guard: AbstractContextManager[GuardedStep] = step_guard(model)
+
+    @property
+    def data(self) -> Any:
+        """The batch, with these rows alone."""
+        return self._data
 
     def __enter__(self) -> Self:
         if hasattr(self, "_guarded"):

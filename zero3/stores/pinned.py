@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.streams import fence
+from ..comm.streams import Fence, fence
 from ..core.chunk import Chunk
 from ..scratch.regions import PinnedRegions, pinned_nbytes
 from .resting import WatchedParameter, watch_values
@@ -35,7 +35,7 @@ class Pinned:
     def __init__(self) -> None:
         regions = PinnedRegions()
         self.allocate = self.to_copy_into = regions.empty
-        self._read: torch.Event | None = None  # the end of the last copy to the device
+        self._read: Fence | None = None  # the end of the last copy to the device
         self._watched: list[nn.Parameter] = []
 
     def taken(self, nbytes: int) -> int:
