@@ -25,6 +25,7 @@ _ABSENT = bytes(16)  # a rank that only listens sends this in place of a digest
 _AGREES = 0xA4
 NOTE_BYTES = 4
 IN_GROUP = "process_group: "  # begins a line that is its own subject
+_COMPARING = "comparing with the other ranks"
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
 
@@ -86,12 +87,8 @@ def agree(
     digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes(
         [_AGREES | (error is not None)]
     )
-    with NamingFailures(
-        communicator,
-        "comparing with the other ranks",
-        Subject(subject),
-        caller or _function_in(subject),
-    ):
+    caller = caller or _function_in(subject)
+    with NamingFailures(communicator, _COMPARING, Subject(subject), caller):
         told = communicator.exchange(_ABSENT if lines is None else note + digest, device)
         notes, digests = zip(
             *((each[:NOTE_BYTES], each[NOTE_BYTES:]) for each in told), strict=True
@@ -211,7 +208,7 @@ def tell_all(
     """
     if communicator.world_size == 1:
         return [text]
-    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject), caller):
+    with NamingFailures(communicator, _COMPARING, Subject(subject), caller):
         told = communicator.exchange(bytes([bool(text)]) + digest.to_bytes(8, "little"), device)
         texts = [""] * communicator.world_size
         if any(flag[0] for flag in told):
