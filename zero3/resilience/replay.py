@@ -34,7 +34,7 @@ from ..core.collectives import (
     Round,
 )
 from ..core.gradient_types import WrongCallError
-from ..core.layer_state import LayerState, accounts_of
+from ..core.layer_state import LayerState, accounts_of, chunks_of
 from ..core.schedule import ForwardOrder
 from ..layer import layers_of, runtimes_in
 from ..towers.entering import refuse_towers
@@ -325,7 +325,7 @@ class CollectiveReplay:
             self.close(keep=False)
 
     def _chunk_versions(self) -> list[int]:
-        return [chunk.shard._version for state in self._states for chunk in state.chunks]
+        return [chunk.shard._version for chunk in chunks_of(self._states)]
 
 
 def refuse_where_nothing_repeats(
