@@ -337,7 +337,10 @@ def refuse_where_nothing_repeats(
     if not layers_of(model):  # what such a part transfers is its layer's
         raise inside_a_layer(model, states, caller)
     if any(state.policy.stage != 3 or state.policy.dynamic for state in states):
-        raise ValueError(f"zero3.{caller} needs ShardingPolicy(stage=3, dynamic=False): {why}")
+        raise ValueError(
+            f"rank {states[0].communicator.rank}: zero3.{caller} needs ShardingPolicy(stage=3, "
+            f"dynamic=False): {why}"
+        )
     refuse_towers(model, f"zero3.{caller}", why)
 
 
