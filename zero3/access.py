@@ -490,10 +490,14 @@ def _found_in(module: nn.Module) -> tuple[list[LayerState], list[LayerState]]:
     """The states of its own layers, and of others' that have parameters in it."""
     roots = (vars(inner).get("_zero3_root") for inner in _module(module).modules())
     own = [*states_in(module), *(root for root in roots if isinstance(root, LayerState))]
-    values = (
-        value
-        for inner in plain_modules(module)
-        for value in (*vars(inner).values(), *inner._parameters.values())
-    )
-    found = dict.fromkeys(state_of(value) for value in values if isinstance(value, nn.Parameter))
-    return own, [state for state in found if state is not None and state not in own]
+    lent: list[LayerState] = []
+    for inner in plain_modules(module):
+        for value in [*vars(inner).values(), *inner._parameters.values()]:
+            if (
+                isinstance(value, nn.Parameter)
+                and (state := state_of(value)) is not None
+                and state not in own
+                and state not in lent
+            ):
+                lent.append(state)
+    return own, lent
