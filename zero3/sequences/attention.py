@@ -15,7 +15,7 @@ from ..core.autograd import inside_backward
 from ..modules import unwrapped
 from .exchange import Measured
 from .heads import query_heads
-from .parts import Beginning, active_parts_of, check_labels, parts_under_way
+from .parts import Beginning, check_labels, parts_of, parts_under_way
 
 __all__: list[str] = []
 
@@ -131,8 +131,8 @@ class _Exchanging:
         # what is registered now; else the eager one of the model's own file
         run = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS.get(self._name)
         run = run or sys.modules[type(module).__module__].eager_attention_forward
-        parts = active_parts_of(module)
-        if parts is None:
+        parts = parts_of(module)
+        if parts is None or not parts.active:
             return run(self._shown(module), query, key, value, attention_mask, **kw)
         if not parts.depth and not inside_backward():
             raise RuntimeError(
