@@ -5,7 +5,7 @@ reset.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Literal
@@ -153,12 +153,7 @@ def pinned(
     finally:
         steps_seen().forget(pins)
         toggled = [name for each in pins for name in each.undo_toggles()] if to != "compute" else []
-        replaced = [
-            f"{p.sites.name!r} of layer {each.state.label}"
-            for each in pins
-            for p in each.state.parameters
-            if p.sites.replaced()
-        ]
+        replaced = [name for each in pins for name in each.replaced()]
         for each in pins:
             each.state.unpin()
             each.state.parameters.look_at_toggles()
@@ -184,11 +179,10 @@ def _merged_adapters(model: nn.Module) -> dict[str, list[str]]:
     """Returns the merged adapters by peft's own notes. In bf16 a merge may change no value, and is
     wrong nevertheless if it is undone.
     """
-    notes = {
-        name: getattr(module, "merged_adapters", None) for name, module in model.named_modules()
-    }
     return {
-        name: list(merged) for name, merged in notes.items() if isinstance(merged, list) and merged
+        name: list(merged)
+        for name, module in model.named_modules()
+        if isinstance(merged := getattr(module, "merged_adapters", None), list) and merged
     }
 
 
@@ -286,16 +280,17 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
     _tell_of_use(states, caller)
     # pinned layers need no gather, so one rank may call this alone
     if not all(state.pinned for state in states):
-        first = states[0]
-        agree(
-            first.communicator,
-            first.device,
-            caller,
-            [state.name_among_ranks for state in states],
-            error,
-        )
+        agree_on_layers(states, caller, error)
     elif error is not None:
         raise error
+
+
+def agree_on_layers(
+    states: Sequence[LayerState], caller: str, error: Exception | None = None
+) -> None:
+    """Ranks compare the layers for which they call `caller`. See `agree`."""
+    first, names = states[0], [state.name_among_ranks for state in states]
+    agree(first.communicator, first.device, caller, names, error)
 
 
 def reset(model: nn.Module) -> None:
@@ -353,7 +348,10 @@ def states_of(module: nn.Module, *, whole: bool = False) -> list[LayerState]:
     """
     own, lent = _found_in(module)
     if not (own or lent):
-        raise _not_sharded(module)
+        raise ValueError(
+            f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer "
+            "first"
+        )
     several = [state for state in own if state.behaviour.modules > 1]
     for state in [*lent, *several] if whole else ():
         _refuse_others(module, state)
@@ -503,9 +501,3 @@ def _found_in(module: nn.Module) -> tuple[list[LayerState], list[LayerState]]:
             ):
                 lent.append(state)
     return own, lent
-
-
-def _not_sharded(module: nn.Module) -> ValueError:
-    return ValueError(
-        f"nothing in this {type(module).__name__} is sharded: wrap its layers in Zero3Layer first"
-    )

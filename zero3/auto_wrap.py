@@ -98,11 +98,8 @@ def _checked(layers: Any) -> list[Any]:
         )
     items = [tuple(item) if isinstance(item, list) else item for item in layers]
     for item in items:
-        wrong = (
-            [each for each in item if not isinstance(each, nn.Module)]
-            if isinstance(item, tuple)
-            else []
-        )
+        together = item if isinstance(item, tuple) else ()
+        wrong = [each for each in together if not isinstance(each, nn.Module)]
         if wrong or not (
             isinstance(item, (nn.Module, tuple))
             or (isinstance(item, type) and issubclass(item, nn.Module))

@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import nn
 
-from .access import inside_a_layer, used
+from .access import agree_on_layers, inside_a_layer, used
 from .comm.agreement import agree, agreeing
 from .core.autograd import inside_backward
 from .core.layer_state import LayerState, Presence
@@ -183,13 +183,7 @@ def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
             f"{caller} of layer {busy.label}, which {where}: call it between forwards and "
             "backwards, and outside of these; after an exception, call zero3.reset(model) first"
         )
-    agree(
-        states[0].communicator,
-        states[0].device,
-        caller,
-        [state.name_among_ranks for state in states],
-        error,
-    )
+    agree_on_layers(states, caller, error)
     return states
 
 

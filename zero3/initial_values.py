@@ -16,6 +16,7 @@ from .checkpoint.meta_buffers import put
 from .comm.communicator import is_first
 from .core.chunk import Chunk
 from .core.flat import split, view
+from .core.gradient_types import each_in
 from .core.layer_state import LayerState
 from .core.parameters import ShardedParameter
 from .core.released import METADATA
@@ -105,7 +106,8 @@ class Hand(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in METADATA:
-            used = [each for each in _tensors((args, kwargs or {})) if id(each) in self._layer_of]
+            given = each_in([*args, *(kwargs or {}).values()])
+            used = [each for each in given if id(each) in self._layer_of]
             self._used.update(id(each) for each in used)
             needed = {self._layer_of[id(each)] for each in used}
             if not needed <= self._held.keys():
@@ -234,11 +236,3 @@ class Others:
 def _is_empty(sharded: ShardedParameter) -> bool:
     """Whether it has no values yet."""
     return sharded.index in sharded.chunk.unloaded
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(inner)

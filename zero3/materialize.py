@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .access import used
+from .access import agree_on_layers, used
 from .checkpoint.meta_buffers import hooks_of, initialise, twin
 from .checkpoint.random_state import generators, restore
 from .comm.agreement import agree
 from .comm.communicator import is_first
-from .core.layer_state import LayerState
+from .core.layer_state import LayerState, chunks_of
 from .initial_values import Command, Commands, Hand, Others
 from .modules import named, plain_modules
 
@@ -69,13 +69,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     states = used(model, "materialize")
     first = states[0]
     told = Commands(states)
-    agree(
-        first.communicator,
-        first.device,
-        "materialize",
-        [state.name_among_ranks for state in states],
-        _mistake(model, states, init),
-    )
+    agree_on_layers(states, "materialize", _mistake(model, states, init))
     tensors, unseeded = generators(first.device)
     digest = hashlib.sha256(
         b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
@@ -94,7 +88,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     else:
         told.listen()
     agree(first.communicator, first.device, "what materialize has drawn", [], error)
-    for chunk in (chunk for state in states for chunk in state.chunks):
+    for chunk in chunks_of(states):
         chunk.unloaded.clear()
         torch.autograd.graph.increment_version(chunk.shard)  # graphs built before are stale
     others.spread()

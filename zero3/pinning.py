@@ -98,6 +98,12 @@ class Pin:
             sharded.sites.parameter.requires_grad_(not sharded.sites.parameter.requires_grad)
         return [self._name(sharded) for sharded in toggled]
 
+    def replaced(self) -> list[str]:
+        """The parameters in whose places other objects stand."""
+        return [
+            self._name(sharded) for sharded in self.state.parameters if sharded.sites.replaced()
+        ]
+
     def written(self) -> list[str]:
         """The parameters that were given other values, and will lose them; not those that were
         changed back, but for rounding.

@@ -428,11 +428,8 @@ def rests_in(policy: ShardingPolicy) -> Literal["device", "cpu", "disk"]:
 
 def directory_of(policy: ShardingPolicy) -> str | None:
     """The directory in whose files chunks rest."""
-    return (
-        os.fspath(policy.offload)
-        if policy.offload is not None and policy.offload != "cpu"
-        else None
-    )
+    place = policy.offload
+    return None if place is None or place == "cpu" else os.fspath(place)
 
 
 def gather_format(
@@ -461,9 +458,8 @@ def reduce_format(
 
 def landed_dtype(policy: ShardingPolicy, stored: torch.dtype) -> torch.dtype:
     """The dtype of the gradient `[S]` of a chunk of dtype `stored`."""
-    return (
-        policy.grad_dtype if policy.grad_dtype is not None and stored.is_floating_point else stored
-    )
+    chosen = policy.grad_dtype
+    return chosen if chosen is not None and stored.is_floating_point else stored
 
 
 def added_dtype(policy: ShardingPolicy, stored: torch.dtype, computes: torch.dtype) -> torch.dtype:

@@ -111,15 +111,8 @@ def _check_items(layers: Any) -> None:
             "Zero3Layer(module)"
         )
     if not states:  # no group to tell the others by: most likely they use the default one
-        device = any_device_of(None)
-        agree(
-            communicator_for(None, device),
-            device,
-            "a Zero3Sequential without layers",
-            [],
-            error,
-            caller="Zero3Sequential",
-        )
+        device, subject = any_device_of(None), "a Zero3Sequential without layers"
+        agree(communicator_for(None, device), device, subject, [], error, caller="Zero3Sequential")
         return
     first = states[0]
     for index, state in enumerate(states):
@@ -140,11 +133,5 @@ def _check_items(layers: Any) -> None:
     ]
     error = error or unlike(named)
     names = [state.name_among_ranks for state in states]
-    agree(
-        first.communicator,
-        first.device,
-        f"a Zero3Sequential of {len(states)} layers",
-        names,
-        error,
-        caller="Zero3Sequential",
-    )
+    subject = f"a Zero3Sequential of {len(states)} layers"
+    agree(first.communicator, first.device, subject, names, error, caller="Zero3Sequential")

@@ -161,16 +161,8 @@ def shard(
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), lr=1e-5)
     """
     one = policy if isinstance(policy, ShardingPolicy) else ShardingPolicy()
-    common = Request(
-        model,
-        rank,
-        world_size,
-        device,
-        dtype,
-        one,
-        process_group,
-        label=f"the root ({type(model).__name__})",
-    )
+    label = f"the root ({type(model).__name__})"
+    common = Request(model, rank, world_size, device, dtype, one, process_group, label=label)
     partition = _agreed_partition(common, layers, policy, optional)
     for request in partition.layers:
         for module, layer in zip(
@@ -302,12 +294,8 @@ def _check_together(partition: _Partition) -> None:
     ignored: set[int] = set()
     for request in (partition.root, *partition.layers):
         if isinstance(request.policy, ShardingPolicy) and request.policy.ignored is not None:
-            found = find_parameters(
-                request.module,
-                all_but(request, partition.will_be_layer),
-                request.elsewhere,
-                request.borrowed,
-            )
+            inner = all_but(request, partition.will_be_layer)
+            found = find_parameters(request.module, inner, request.elsewhere, request.borrowed)
             sharded = set(without_ignored(found, request.policy, request.prefix))
             ignored |= {id(sites.parameter) for sites in found if sites not in sharded}
     everything = [
@@ -384,12 +372,10 @@ def _as_configured(
     }
     dims = {sites.name: sites.parameter.dim() for sites in everything}
     kept = frozenset(name for name, module in modules.items() if asked.covers(module, dims[name]))
+    if not kept:
+        return policy
     kind: Any = asked.format
-    return (
-        replace(policy, quantize=replace(kind, select=lambda name, info: name in kept))
-        if kept
-        else policy
-    )
+    return replace(policy, quantize=replace(kind, select=lambda name, info: name in kept))
 
 
 def _with_policies(partition: _Partition, policy: ShardingPolicy | PolicyOf) -> _Partition:
@@ -554,32 +540,20 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
     )
     own, largest = root.chunks.full_nbytes() - aside, max(max(sizes) for sizes in kinds.values())
     own_names = [sharded.sites.name for sharded in root.parameters if sharded not in grouped]
-    listed = (
-        ", ".join(own_names[:6]) + (" ..." if len(own_names) > 6 else "")
-        if own_names
-        else "nothing"
-    )
-    parts += (
-        (
+    listed = ", ".join(own_names[:6]) + " ..." * (len(own_names) > 6) or "nothing"
+    if grouped:
+        parts += (
             f"; {len(grouped)} adapters of layers in the root's own layer, together "
             f"({megabytes(aside)})"
         )
-        if grouped
-        else ""
-    )
-    _log.info(
-        "%s: %s; in the root's own layer %s (%s)",
-        type(model).__name__,
-        parts,
-        megabytes(own),
-        listed,
-    )
+    name = type(model).__name__
+    _log.info("%s: %s; in the root's own layer %s (%s)", name, parts, megabytes(own), listed)
     if own > largest:
         _log.warning(
             "%s: the root's own layer holds %s, more than the largest layer (%s), from the "
             "forward to the end of backward. Name more submodules in layers=, or untie what is "
             "tied (%s).",
-            type(model).__name__, megabytes(own), megabytes(largest), listed,
+            name, megabytes(own), megabytes(largest), listed,
         )  # fmt: skip
 
 
@@ -631,11 +605,9 @@ def _recomputes_reentrantly(module: nn.Module) -> bool:
     """Whether transformers checkpoints the module in the reentrant way, which is torch's
     default.
     """
-    function = (
-        getattr(module, "_gradient_checkpointing_func", None)
-        if vars(module).get("gradient_checkpointing")
-        else None
-    )
+    if not vars(module).get("gradient_checkpointing"):
+        return False
+    function = getattr(module, "_gradient_checkpointing_func", None)
     return function is not None and bool(
         getattr(function, "keywords", {}).get("use_reentrant", True)
     )

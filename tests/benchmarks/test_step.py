@@ -39,7 +39,7 @@ def counted() -> dict[str, Step]:
     return found
 
 
-MOST_FUNCTIONS = 165  # both only shrink
+MOST_FUNCTIONS = 164  # both only shrink
 MOST_OUTSIDE_OF_COMM = 132
 
 

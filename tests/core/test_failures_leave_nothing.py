@@ -17,7 +17,7 @@ from tests.support.models import mlp, rows
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import assert_at_rest, full_gradients, full_parameters, process_group, sgd
 from zero3 import ShardingPolicy, Zero3Layer, Zero3Sequential
-from zero3.comm.streams import HostLane, _HostMark
+from zero3.comm.streams import HostLane, Then
 from zero3.core.full_buffer import FullBuffer
 from zero3.core.gradient_buffer import GradientBuffer
 from zero3.core.layer_state import LayerState
@@ -73,7 +73,7 @@ def _trapped(monkeypatch: pytest.MonkeyPatch, mine: threading.local) -> None:
 
     wrap(FullBuffer, "allocate", "allocate")
     wrap(GradientBuffer, "__init__", "gradient")
-    wrap(_HostMark, "wait", "wait")
+    wrap(Then, "wait", "wait")
     wrap(HostLane, "issue", "issue")
     wrap(LayerState, "reset", "reset")
 

@@ -25,6 +25,7 @@ _ABSENT = bytes(16)  # a rank that only listens sends this in place of a digest
 _AGREES = 0xA4
 NOTE_BYTES = 4
 IN_GROUP = "process_group: "  # begins a line that is its own subject
+_COMPARING = "comparing with the other ranks"
 _KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError, OSError)
 
 
@@ -77,29 +78,17 @@ def agree(
         if error is not None:
             raise error
         return [note]
-    kind = (
-        next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError")
-        if error is not None
-        else ""
-    )
-    said = str(error) if isinstance(error, _KINDS) else f"{type(error).__name__}: {error}"
-    text = json.dumps(
-        {
-            "subject": subject,
-            "lines": list(lines or ()),
-            "kind": kind,
-            "error": said if error is not None else "",
-        }
-    )
+    kind = said = ""
+    if error is not None:
+        kind = next((kind.__name__ for kind in _KINDS if isinstance(error, kind)), "RuntimeError")
+        said = str(error) if isinstance(error, _KINDS) else f"{type(error).__name__}: {error}"
+    report = {"subject": subject, "lines": list(lines or ()), "kind": kind, "error": said}
+    text = json.dumps(report)
     digest = hashlib.sha256(text.encode()).digest()[: 15 - NOTE_BYTES] + bytes(
         [_AGREES | (error is not None)]
     )
-    with NamingFailures(
-        communicator,
-        "comparing with the other ranks",
-        Subject(subject),
-        caller or _function_in(subject),
-    ):
+    caller = caller or _function_in(subject)
+    with NamingFailures(communicator, _COMPARING, Subject(subject), caller):
         told = communicator.exchange(_ABSENT if lines is None else note + digest, device)
         notes, digests = zip(
             *((each[:NOTE_BYTES], each[NOTE_BYTES:]) for each in told), strict=True
@@ -219,13 +208,11 @@ def tell_all(
     """
     if communicator.world_size == 1:
         return [text]
-    with NamingFailures(communicator, "comparing with the other ranks", Subject(subject), caller):
+    with NamingFailures(communicator, _COMPARING, Subject(subject), caller):
         told = communicator.exchange(bytes([bool(text)]) + digest.to_bytes(8, "little"), device)
-        texts = (
-            exchange_texts(communicator, device, text)
-            if any(flag[0] for flag in told)
-            else [""] * communicator.world_size
-        )
+        texts = [""] * communicator.world_size
+        if any(flag[0] for flag in told):
+            texts = exchange_texts(communicator, device, text)
     digests = [flag[1:].hex() for flag in told]
     if len(set(digests)) > 1:
         why = {rank: text for rank, text in enumerate(texts) if text}

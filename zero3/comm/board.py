@@ -231,11 +231,8 @@ class Board:
 
         def ask() -> None:
             with suppress(RuntimeError):
-                said.append(
-                    Board(self._store.clone(), self._what, self._members, self._rank)._ask(
-                        caller, doing, timed_out
-                    )
-                )
+                board = Board(self._store.clone(), self._what, self._members, self._rank)
+                said.append(board._ask(caller, doing, timed_out))
 
         asking = Thread(target=ask, daemon=True)
         asking.start()
@@ -305,11 +302,8 @@ class Board:
     def _declined(self, rank: int, function: str) -> str:
         with suppress(RuntimeError):
             claim = self._claim_of(self._members[rank])
-            return (
-                claim.what
-                if claim is not None and not claim.place and claim.caller == function
-                else ""
-            )
+            if claim is not None and not claim.place and claim.caller == function:
+                return claim.what
         return ""
 
     def _read(self, key: str) -> str:
@@ -341,12 +335,9 @@ def board_for(communicator: object) -> Board | None:
 
 
 def numbered(members: Sequence[int]) -> str:
-    in_a_row = len(members) > 2 and list(members) == [*range(members[0], members[0] + len(members))]
-    return (
-        f"the ranks {members[0]} to {members[-1]}"
-        if in_a_row
-        else f"the ranks {', '.join(map(str, members))}"
-    )
+    if len(members) > 2 and list(members) == [*range(members[0], members[0] + len(members))]:
+        return f"the ranks {members[0]} to {members[-1]}"
+    return f"the ranks {', '.join(map(str, members))}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -99,15 +99,10 @@ class NamingFailures:
 
     def _elsewhere(self, failure: str) -> str:
         """A line about a function that some ranks have called, and others have not."""
-        board = board_for(self._communicator)
+        if (board := board_for(self._communicator)) is None:
+            return ""
         timed_out = re.search(r"time?d? ?out", failure, re.IGNORECASE) is not None
-        said = (
-            ""
-            if board is None
-            else board.where(
-                self._caller, f"{self._doing} {self.subject.name}", timed_out=timed_out
-            )
-        )
+        said = board.where(self._caller, f"{self._doing} {self.subject.name}", timed_out=timed_out)
         return said and f"{said}\n"
 
 

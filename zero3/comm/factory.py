@@ -308,7 +308,6 @@ def _completed(communicator: Any) -> Communicator:
         ("shard_rank", communicator.rank),
         ("shards", communicator.world_size),
         ("replica", 0),
-        ("board", lambda: None),
         ("history", History()),
     ):
         if not hasattr(communicator, name):

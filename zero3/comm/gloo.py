@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .communicator import Bounds
 from .process_group import GroupCommunicator, cut, timeout_of
-from .shared_memory.host_memory import HostMemory, host_memory
+from .shared_memory.host_memory import Expected, HostMemory, host_memory
 from .streams import Done, Pending
 
 __all__: list[str] = []
@@ -98,12 +98,8 @@ class GlooCommunicator(GroupCommunicator):
             return Done()
         slices, others = self._slices(full, bounds), self._others()
         incoming = {rank: slices[rank] for rank in others}
-        pending = self._swap(
-            self._tag(_GATHER),
-            incoming,
-            dict.fromkeys(others, (shard,)),
-            partial(_copy_into, slices),
-        )
+        outgoing = dict.fromkeys(others, (shard,))
+        pending = self._swap(self._tag(_GATHER), incoming, outgoing, partial(_copy_into, slices))
         if slices[self.rank].data_ptr() != shard.data_ptr():
             slices[self.rank].copy_(shard)
         return pending
@@ -155,12 +151,8 @@ class GlooCommunicator(GroupCommunicator):
             else cut(received, into)
         )
         incoming = {rank: places[rank] for rank in others}
-        pending = self._swap(
-            self._tag(_REDUCE),
-            incoming,
-            {rank: (slices[rank],) for rank in others},
-            partial(_copy_into, places),
-        )
+        outgoing = {rank: (slices[rank],) for rank in others}
+        pending = self._swap(self._tag(_REDUCE), incoming, outgoing, partial(_copy_into, places))
         places[self.rank].copy_(slices[self.rank])
         return pending
 
@@ -293,40 +285,32 @@ class GlooCommunicator(GroupCommunicator):
         works. Empty messages are sent too: torch's debug mode raises an error if ranks send
         different numbers of messages.
         """
-        memory, group, works = self._memory, self._group, list[Any]()
+        memory, group = self._memory, self._group
         near, turn = memory.near, memory.next_turn(tag)
         memory.put(
             tag, turn, {target: tensors for target, tensors in outgoing.items() if target in near}
         )
-        for source in [rank for rank in incoming if rank not in near]:
-            works.append(
-                dist.irecv(
-                    incoming[source].view(torch.uint8), group=group, group_src=source, tag=tag
-                )
-            )
-        for target in [rank for rank in outgoing if rank not in near]:
-            tensors = outgoing[target]
-            tensor = (
-                tensors[0]
-                if len(tensors) == 1
-                else torch.cat(
-                    [torch.empty(0, dtype=torch.uint8), *(t.view(torch.uint8) for t in tensors)]
-                )
-            )
-            works.append(
-                dist.isend(tensor.view(torch.uint8), group=group, group_dst=target, tag=tag)
-            )
+        works: list[Any] = [
+            dist.irecv(place.view(torch.uint8), group=group, group_src=source, tag=tag)
+            for source, place in incoming.items()
+            if source not in near
+        ]
+        for target, tensors in outgoing.items():
+            if target in near:
+                continue
+            parts = [tensor.view(torch.uint8) for tensor in tensors]
+            if len(parts) != 1:  # there may be none
+                parts = [torch.cat([torch.empty(0, dtype=torch.uint8), *parts])]
+            works.append(dist.isend(parts[0], group=group, group_dst=target, tag=tag))
         memory.begun(tag)  # after everything that may fail, so that a failed start can be repeated
-        expected = {
-            source: memory.expect(source, tag, turn) for source in incoming if source in near
-        }
+        expected = [Expected(memory, source, tag, turn) for source in incoming if source in near]
 
         def land() -> None:
             """Calls `then` while the data of near ranks is mapped."""
             with ExitStack() as lent:
                 found = {
-                    source: lent.enter_context(each.look(incoming[source]))
-                    for source, each in expected.items()
+                    each.source: lent.enter_context(memory.look(each, incoming[each.source]))
+                    for each in expected
                 }
                 then(incoming | found)
 

@@ -9,7 +9,6 @@ follows each reduction
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, cast
 
@@ -185,18 +184,16 @@ class BlocksCommunicator:
         if bounds is None:
             return self.inner.all_gather(full, shard)
         of_ranks, gathered = self._of_ranks(bounds), torch.empty_like(full)
-        pending = self.inner.all_gather(gathered, shard, of_ranks)
-        return Then(pending, partial(self._sort, gathered, full, bounds, of_ranks))
+
+        def sort() -> None:
+            for index, (start, stop) in zip(self._slices, pairwise(of_ranks), strict=True):
+                full[bounds[index] : bounds[index + 1]] = gathered[start:stop]
+
+        return Then(self.inner.all_gather(gathered, shard, of_ranks), sort)
 
     def _of_ranks(self, bounds: tuple[int, ...]) -> tuple[int, ...]:
         lengths = [stop - start for start, stop in pairwise(bounds)]
         return (0, *accumulate(lengths[index] for index in self._slices))
-
-    def _sort(
-        self, gathered: Tensor, full: Tensor, bounds: tuple[int, ...], of_ranks: tuple[int, ...]
-    ) -> None:
-        for index, (start, stop) in zip(self._slices, pairwise(of_ranks), strict=True):
-            full[bounds[index] : bounds[index + 1]] = gathered[start:stop]
 
     def scatter(self, shard: Tensor, slices: list[Tensor] | None, bounds: Bounds = None) -> Pending:
         if bounds is None:

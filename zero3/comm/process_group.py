@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -64,7 +65,8 @@ class GroupCommunicator:
         self.world_size = self.shards = dist.get_world_size(group)
         self.replica = 0
         self.channel = 0
-        self._on_streams = has_streams(device) and backend not in _ON_HOST
+        # whether transfers have handles; otherwise streams order them
+        self._handles = not has_streams(device) or backend in _ON_HOST
         # NCCL multiplies by 1/W before it adds: that moves no bit if W is a power of two
         self.averages = backend in _AVERAGES and self.world_size.bit_count() == 1
         # torch 2.13 deprecates the old names; torch 2.11 has only the old names
@@ -110,12 +112,11 @@ class GroupCommunicator:
             if full.dtype not in _KNOWN:
                 full, shard = moved(full), moved(shard)
             return (
-                self._all_gather(full, shard, group=self._group, async_op=not self._on_streams)
-                or Done()
+                self._all_gather(full, shard, group=self._group, async_op=self._handles) or Done()
             )
         slices = [moved(each) for each in cut(full, bounds)]
         return (
-            dist.all_gather(slices, moved(shard), group=self._group, async_op=not self._on_streams)
+            dist.all_gather(slices, moved(shard), group=self._group, async_op=self._handles)
             or Done()
         )
 
@@ -128,24 +129,18 @@ class GroupCommunicator:
             )
         if bounds is None:
             return (
-                self._reduce_scatter(shard, full, group=self._group, async_op=not self._on_streams)
+                self._reduce_scatter(shard, full, group=self._group, async_op=self._handles)
                 or Done()
             )
         return (
-            dist.reduce_scatter(
-                shard, cut(full, bounds), group=self._group, async_op=not self._on_streams
-            )
+            dist.reduce_scatter(shard, cut(full, bounds), group=self._group, async_op=self._handles)
             or Done()
         )
 
     def reduce_to_mean(self, shard: Tensor, full: Tensor) -> Pending:
         return (
             self._reduce_scatter(
-                shard,
-                full,
-                dist.ReduceOp.AVG,
-                group=self._group,
-                async_op=not self._on_streams,
+                shard, full, dist.ReduceOp.AVG, group=self._group, async_op=self._handles
             )
             or Done()
         )
@@ -163,7 +158,7 @@ class GroupCommunicator:
         own = [stop - start for start, stop in pairwise(into)] if into is not None else own
         return (
             dist.all_to_all_single(
-                received, sent, own, sizes, group=self._group, async_op=not self._on_streams
+                received, sent, own, sizes, group=self._group, async_op=self._handles
             )
             or Done()
         )
@@ -181,14 +176,12 @@ class GroupCommunicator:
         """Works as `all_reduce` for a sum, but only starts it. The order of the sum depends on the
         backend.
         """
-        return dist.all_reduce(tensor, group=self._group, async_op=not self._on_streams) or Done()
+        return dist.all_reduce(tensor, group=self._group, async_op=self._handles) or Done()
 
     def average_later(self, tensor: Tensor) -> Pending:
         """Does the same for a mean."""
         return (
-            dist.all_reduce(
-                tensor, dist.ReduceOp.AVG, group=self._group, async_op=not self._on_streams
-            )
+            dist.all_reduce(tensor, dist.ReduceOp.AVG, group=self._group, async_op=self._handles)
             or Done()
         )
 
@@ -199,11 +192,7 @@ class GroupCommunicator:
             sent = [moved(each) for each in slices] if slices is not None else None
             return (
                 dist.scatter(
-                    moved(shard),
-                    sent,
-                    group=self._group,
-                    group_src=0,
-                    async_op=not self._on_streams,
+                    moved(shard), sent, group=self._group, group_src=0, async_op=self._handles
                 )
                 or Done()
             )
@@ -239,15 +228,14 @@ class GroupCommunicator:
         mine = on_device(torch.frombuffer(bytearray(payload), dtype=torch.uint8), device)
         all_ranks = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=device)
         pending = (
-            self._all_gather(all_ranks, mine, group=self._group, async_op=not self._on_streams)
-            or Done()
+            self._all_gather(all_ranks, mine, group=self._group, async_op=self._handles) or Done()
         )
         return Gathered(
-            pending, OnHost(all_ranks) if self._on_streams else None, all_ranks, len(payload)
+            pending, None if self._handles else OnHost(all_ranks), all_ranks, len(payload)
         )
 
     def duplicate(self) -> Communicator:
-        if not self._on_streams:
+        if self._handles:
             return self  # transfers with handles do not queue behind each other
         ranks = dist.get_process_group_ranks(self._group)
         part = len(ranks) < dist.get_world_size()
@@ -297,27 +285,21 @@ def _destroy(reference: weakref.ref[Any]) -> None:
             dist.destroy_process_group(group)
 
 
+@dataclass(eq=False, slots=True)
 class Gathered:
-    """The result of an exchange: `all_ranks` holds every rank's bytes when `pending` is over, and
-    `copied` is a copy for the host.
-    """
+    """The result of an exchange."""
 
-    def __init__(
-        self, pending: Pending, copied: OnHost | None, all_ranks: Tensor, length: int
-    ) -> None:
-        self._pending = pending
-        self._copied = copied
-        self._all_ranks = all_ranks
-        self._length = length
+    pending: Pending
+    copied: OnHost | None  # a copy for the host, where that does not wait for `pending`
+    all_ranks: Tensor  # every rank's bytes, when `pending` is over
+    length: int
 
     def ready(self) -> bool:
-        return self._copied is None or self._copied.ready()
+        return self.copied is None or self.copied.ready()
 
     def read(self) -> list[bytes]:
-        self._pending.wait()
-        return _split(
-            self._all_ranks if self._copied is None else self._copied.tensor(), self._length
-        )
+        self.pending.wait()
+        return _split(self.all_ranks if self.copied is None else self.copied.tensor(), self.length)
 
 
 def _split(all_ranks: Tensor, length: int) -> list[bytes]:

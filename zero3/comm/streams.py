@@ -37,19 +37,22 @@ class Done:
 
 
 class Then:
-    """A transfer, and work that follows it: of the lane, or of the host in the order of waits,
-    which is the same on all ranks.
+    """A transfer, and work that follows it, if there is any: of the lane, or of the host in the
+    order of waits, which is the same on all ranks.
     """
 
-    def __init__(self, pending: Pending, then: Callable[[], object]) -> None:
-        self._pending = pending
-        self._then: Callable[[], object] | None = then
+    def __init__(self, pending: Pending, then: Callable[[], object] | None) -> None:
+        self._pending: Pending | None = pending
+        self._then = then
 
     def wait(self) -> None:
+        if self._pending is None:
+            return
         self._pending.wait()
         if self._then is not None:
             self._then()
-        self._then = None
+        # only now: after a failure, a second wait must fail again
+        self._pending = self._then = None
 
 
 class Lane(Protocol):
@@ -99,21 +102,6 @@ class Lanes(NamedTuple):
             weakref.finalize(owner, _join, lanes).atexit = False
 
 
-class _HostMark:
-    def __init__(self, pending: Pending, then: Callable[[], None] | None) -> None:
-        self._pending: Pending | None = pending
-        self._then = then
-
-    def wait(self) -> None:
-        if self._pending is None:
-            return
-        self._pending.wait()
-        if self._then is not None:
-            self._then()
-        # only now: after a failure, a second wait must fail again
-        self._pending = self._then = None
-
-
 class _Deferred:
     """The end of a transfer that begins later."""
 
@@ -143,7 +131,7 @@ class HostLane:
         return self._open
 
     def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
-        return _HostMark(pending, then)
+        return Then(pending, then)
 
     def defer(self, begin: Callable[[], Pending]) -> Pending:
         self._deferred.append(_Deferred(self, begin))
@@ -229,20 +217,14 @@ def random_state_kept(device: torch.device) -> AbstractContextManager[object]:
     return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cpu")
 
 
-class Fence:
-    """A point in the current stream's work, which the host can wait for."""
+Fence = torch.Event  # a point in a stream's work, which the host can wait for
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event(device)
-        self._event.record(torch.accelerator.current_stream(device))
 
-    def query(self) -> bool:
-        """Whether the stream has come here."""
-        return self._event.query()
-
-    def synchronize(self) -> None:
-        """Blocks the host until the stream has come here."""
-        self._event.synchronize()
+def fence(device: torch.device) -> Fence:
+    """Where the current stream's work is now."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -261,15 +243,12 @@ class OnHost:
 
     def __init__(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
         later = has_streams(tensor.device)
-        self._copy = (
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later)
-            if into is None
-            else into
-        )
-        self._copy.copy_(tensor, non_blocking=True)
+        if into is None:
+            into = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=later)
+        self._copy = into.copy_(tensor, non_blocking=True)
         self._made: Fence | None = None
         if later:
-            self._made = Fence(tensor.device)
+            self._made = fence(tensor.device)
 
     def ready(self) -> bool:
         return self._made is None or self._made.query()

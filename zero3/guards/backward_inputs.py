@@ -67,13 +67,11 @@ def _knowing(backward: Callable[..., None]) -> Callable[..., None]:
 def _layer_of(given: object) -> LayerState | None:
     """The layer, if it is one of its chunks or a part of one."""
     state = state_of(given)
-    if not isinstance(state, LayerState):
-        return None
-    return (
-        state
-        if any(part.parameter is given for chunk in state.chunks for part in chunk.parts)
-        else None
-    )
+    if isinstance(state, LayerState) and any(
+        part.parameter is given for chunk in state.chunks for part in chunk.parts
+    ):
+        return state
+    return None
 
 
 def _edges_of(state: LayerState, given: dict[int, LayerState]) -> list[GradientEdge]:

@@ -146,11 +146,8 @@ def refuse_merges(model: nn.Module) -> None:
     to be quantised again.
     """
     for module in plain_modules(model):
-        base = (
-            module.get_base_layer()  # type: ignore[operator]
-            if callable(getattr(type(module), "get_base_layer", None))
-            else None
-        )
+        asked = getattr(type(module), "get_base_layer", None)
+        base = module.get_base_layer() if callable(asked) else None  # type: ignore[operator]
         if isinstance(base, nn.Module) and any(
             hasattr(parameter, "zero3_recipe") for _, parameter in parameters_of(base)
         ):
@@ -194,11 +191,8 @@ def _guarded_apply(
 ) -> nn.Module:
     for inner in plain_modules(module):  # check all before the first is converted
         for _, parameter in released_in(inner):
-            check_conversion(
-                torch.empty(1, dtype=parameter.dtype, device=parameter.device),
-                fn,
-                parameter.zero3_name,
-            )
+            probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+            check_conversion(probe, fn, parameter.zero3_name)
     return apply(fn, recurse)
 
 
@@ -292,14 +286,8 @@ def _check_new_module(module: nn.Module, name: str, new: nn.Module | None) -> No
     if isinstance(new, nn.Module) and WRAPPED in vars(new):
         enter_model(new)
     if GUARDED in vars(module) and isinstance(new, nn.Module):
-        _check_strangers(
-            module,
-            [
-                f"{name}.{inner}"
-                for inner, parameter in new.named_parameters()
-                if not _is_sharded(parameter)
-            ],
-        )
+        added = new.named_parameters()
+        _check_strangers(module, [f"{name}.{inner}" for inner, p in added if not _is_sharded(p)])
 
 
 def _check_new_parameter(module: nn.Module, name: str, new: nn.Parameter | None) -> None:

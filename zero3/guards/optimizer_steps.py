@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.communicator import is_first
@@ -59,8 +60,8 @@ class Steps:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._listeners:
             _refuse_pinned(optimizer)
-        for layer in _layers_of(optimizer, ignored_by) if self._listeners else ():
-            layer.conductor.conduct(Use(layer, "an optimizer's step"))
+            for layer in layers_stepped_by(optimizer, ignored_by):
+                layer.conductor.conduct(Use(layer, "an optimizer's step"))
         steps = self._known.get(optimizer)
         held = 0
         for group in optimizer.param_groups:
@@ -103,10 +104,16 @@ def steps_seen() -> Steps:
     return register.zero3_looks  # type: ignore[no-any-return]
 
 
-def _layers_of(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[LayerState]:
-    """`others`: tell the layer of a parameter that is in none of its chunks."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    found = (known(p) for p in held for known in (state_of, *others))
+def held_by(*optimizers: Any) -> list[Tensor]:
+    """Returns the parameters in all groups of the optimizers."""
+    return [p for each in optimizers for group in each.param_groups for p in group["params"]]
+
+
+def layers_stepped_by(optimizer: Optimizer, *others: Callable[[object], Any]) -> list[LayerState]:
+    """The layers that its parameters belong to. `others`: tell the layer of a parameter that is in
+    none of its chunks.
+    """
+    found = (known(p) for p in held_by(optimizer) for known in (state_of, *others))
     return list(dict.fromkeys(each for each in found if isinstance(each, LayerState)))
 
 
@@ -114,7 +121,7 @@ def _refuse_pinned(optimizer: Optimizer) -> None:
     """Chunks would change, and not the parameters that are shown. On one rank these are the
     chunks.
     """
-    for held in (p for group in optimizer.param_groups for p in group["params"]):
+    for held in held_by(optimizer):
         state = state_of(held) if held.requires_grad and held.grad is not None else None
         if not isinstance(state, LayerState) or not state.pinned:
             continue
@@ -141,10 +148,8 @@ class _Watched:
 
     def __init__(self, optimizer: Optimizer, warned: WeakSet[object]) -> None:
         """`warned`: of parameters that no gradient reached: the backwards of models."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.held = len(held)
-        states = dict.fromkeys(each for p in held if isinstance(each := state_of(p), LayerState))
-        self.owners = [Owner(state) for state in states]
+        self.held = len(held_by(optimizer))
+        self.owners = [Owner(state) for state in layers_stepped_by(optimizer)]
         self.left: LeftAlone | None = None  # of the step that has begun last
         self._warned = warned
         self._ends = False  # whether it hears of the steps' ends
@@ -155,10 +160,9 @@ class _Watched:
     def problems(self, optimizer: Optimizer) -> list[str]:
         """What rank 0 warns of before the first step."""
         states = self.states()
-        held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         if not states or not is_first(states[0].communicator):
             return []
-        return [*empty_groups(optimizer, states), *_low_masters(optimizer, states, held)]
+        return [*empty_groups(optimizer, states), *_low_masters(optimizer, states)]
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The gradients are there, or will be when somebody asks (stage 1). Returns the arguments
@@ -171,7 +175,7 @@ class _Watched:
     def _look(self, optimizer: Optimizer, left: LeftAlone) -> None:
         states = self.states()
         if any(state.gradients.owed() and not shards_gradients(state.policy) for state in states):
-            reduce_deferred(p.grad for group in optimizer.param_groups for p in group["params"])
+            reduce_deferred(parameter.grad for parameter in held_by(optimizer))
         if any(
             each.unreached.maybe for state in states for each in state.gradients.accounts.values()
         ):
@@ -267,12 +271,11 @@ def label_of(optimizer: Optimizer, number: int) -> str:
     return f"group {number} of the {kind} ({', '.join(own) or 'no options of its own'})"
 
 
-def _low_masters(
-    optimizer: Optimizer, states: list[LayerState], held: dict[int, Any]
-) -> Iterator[str]:
+def _low_masters(optimizer: Optimizer, states: list[LayerState]) -> Iterator[str]:
     """Of chunks in 16 bits. Optimizers of other libraries may round them stochastically."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
+    held = set(map(id, held_by(optimizer)))
     for state in states:
         for sharded in state.parameters:
             chunk, dtype = sharded.chunk, sharded.chunk.shard.dtype

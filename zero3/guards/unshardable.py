@@ -103,13 +103,8 @@ def check_overlap(parameters: Iterable[Named]) -> None:
             (size - 1) * stride
             for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
         )
-        spans.append(
-            (
-                parameter.data_ptr(),
-                parameter.data_ptr() + (last + 1) * parameter.element_size(),
-                sites,
-            )
-        )
+        start = parameter.data_ptr()
+        spans.append((start, start + (last + 1) * parameter.element_size(), sites))
     # spans that end behind the start of the present one
     reached: list[tuple[int, Named]] = []
     for start, stop, sites in sorted(spans, key=lambda span: span[:2]):

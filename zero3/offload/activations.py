@@ -138,11 +138,8 @@ class _Depot:
         dense = tensor if is_dense else tensor.contiguous()
         flat = dense.as_strided((dense.numel(),), (1,))
         lane = self._lane(flat.device)
-        rest = (
-            InScratchFile(self._file, flat, lane)
-            if self._file is not None
-            else InHostMemory(flat, lane)
-        )
+        file = self._file
+        rest = InHostMemory(flat, lane) if file is None else InScratchFile(file, flat, lane)
         saved = self._saved[self._count] = _Activation(self._count, dense, flat, rest)
         self._leaving.append(self._count)
         self._count += 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..core.gradient_types import CallersMistake, DeferredGradient
 from ..guards.marks import Owner, state_of
 from ..optim.several import held_by
-from ..stores.resting import resting_place
+from ..stores.files import Files
 from .turns import Turn, Turns
 
 __all__: list[str] = []
@@ -75,10 +75,11 @@ class InBackward:
                         )
                         _call_when_landed(parameter, self)
                         parameter.zero3_stepped_in_backward = Owner(optimizer)  # type: ignore[attr-defined]
-            place, parts = resting_place(turn.chunk), turn.chunk.parts if turn.chunk else []
-            if place is not None and all(id(part.parameter) in self._turn_of for part in parts):
-                first = weakref.ref(parts[0].parameter)
-                place.is_used_at_once(partial(_steps, weakref.ref(self), first))
+            if turn.chunk is None or not isinstance(store := turn.chunk.store, Files):
+                continue
+            parts = [part.parameter for part in turn.chunk.parts]
+            if all(id(parameter) in self._turn_of for parameter in parts):
+                store.is_used_at_once(partial(_steps, weakref.ref(self), weakref.ref(parts[0])))
 
     def steps(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is stepped when its gradient lands. (A single rank keeps nothing

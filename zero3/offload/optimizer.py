@@ -15,12 +15,13 @@ from ..comm.agreement import agreeing
 from ..core.collectives import Use
 from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import check_process
+from ..guards.optimizer_steps import layers_stepped_by
 from ..optim.several import held_by, members_of
 from ..optim.state_memory import land_steps
 from ..policy import directory_of, shards_gradients
 from .in_backward import InBackward, check_unstepped
 from .one_by_one import step_of
-from .turns import Turns, layers_of
+from .turns import Turns
 
 __all__: list[str] = []
 
@@ -95,7 +96,7 @@ def _lead(optimizer: torch.optim.Optimizer, turns: Turns, in_backward: bool) -> 
 
 def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | None:
     """Checks an optimizer and makes room for its state; None: its step stays as it is."""
-    states = [state for state in layers_of(optimizer) if state.policy.offload is not None]
+    states = [state for state in layers_stepped_by(optimizer) if state.policy.offload is not None]
     found = (directory_of(state.policy) for state in states)
     directories = {directory for directory in found if directory is not None}
     is_led = isinstance(vars(optimizer).get("step"), _StepByTurns)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..scratch.mapped_files import MappedFiles
-from ..stores.resting import Resting
+from ..stores.files import Files
 
 __all__: list[str] = []
 
@@ -22,7 +22,7 @@ class Visit(NamedTuple):
     """What a turn works on, of what lies in files."""
 
     layer: str  # for errors
-    place: Resting
+    place: Files
     values: list[Tensor]
     gradients: list[Tensor]
     files: MappedFiles
@@ -32,7 +32,7 @@ class Visit(NamedTuple):
         """Returns whether memory is short: the kernel had dropped something. It is the visit's last
         call.
         """
-        coming: list[tuple[Resting | MappedFiles, Tensor, bool]] = [
+        coming: list[tuple[Files | MappedFiles, Tensor, bool]] = [
             *((self.place, tensor, True) for tensor in self.values),
             *((self.place, tensor, False) for tensor in self.gradients),
             *((self.files, tensor, True) for tensor in self.state),

@@ -18,14 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.chunk import Chunk
 from ..core.gradient_types import DeferredGradient
-from ..core.layer_state import LayerState
 from ..guards.marks import StateMemory, state_of
+from ..guards.optimizer_steps import layers_stepped_by
 from ..guards.unreached import left_alone
-from ..optim.several import held_by
 from ..optim.state_memory import set_state_memory
 from ..policy import directory_of
 from ..scratch.mapped_files import MappedFiles
-from ..stores.resting import resting_place
+from ..stores.files import Files
 from ..stores.untouched import to_bring, touch
 from .one_by_one import narrowed, try_out
 from .traffic import Traffic, Visit
@@ -88,12 +87,6 @@ class ZerosInFiles(TorchFunctionMode):
         return func(*args, **options)
 
 
-def layers_of(optimizer: torch.optim.Optimizer) -> list[LayerState]:
-    """The layers that the optimizer's parameters belong to."""
-    found = dict.fromkeys(map(state_of, held_by(optimizer)))
-    return [state for state in found if state is not None]
-
-
 @dataclass(eq=False)
 class Turn:
     """Those of the optimizer's parameters that are stepped together: in one chunk, or all that rest
@@ -111,7 +104,8 @@ class Turn:
 
     def visit(self, optimizer: torch.optim.Optimizer) -> Visit | None:
         """What lies in files of all that the turn works on."""
-        if self.files is None or (place := resting_place(self.chunk)) is None:
+        store = None if self.chunk is None else self.chunk.store
+        if self.files is None or not isinstance(store, Files):
             return None
         parameters = list(self.all())
         gradients = [
@@ -126,7 +120,7 @@ class Turn:
         states = (optimizer.state.get(parameter, {}) for parameter in parameters)
         kept = chain.from_iterable(state.values() for state in states)
         state = [value for value in kept if type(value) is Tensor and value.ndim]
-        return Visit(self.layer, place, written, read, self.files.files, state)
+        return Visit(self.layer, store, written, read, self.files.files, state)
 
 
 class Turns:
@@ -145,7 +139,7 @@ class Turns:
     def of(self, optimizer: torch.optim.Optimizer) -> list[Turn]:
         """First what rests in no files, then chunk by chunk, in the order of the groups."""
         chunks: dict[int, tuple[Chunk, StateFiles, str]] = {}
-        for state in layers_of(optimizer):
+        for state in layers_stepped_by(optimizer):
             if (directory := directory_of(state.policy)) is not None:
                 if directory not in self._files:  # chunks of a group that was added later
                     self._files[directory] = StateFiles(directory)

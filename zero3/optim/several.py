@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..guards.optimizer_steps import held_by as held_by
 from .low_bit import blocks_of, tensors_of
 
 __all__: list[str] = []
@@ -172,16 +173,6 @@ def members_of(given: object) -> list[Any]:
                 f"{type(member).__name__}"
             )
     return members
-
-
-def held_by(*optimizers: Any) -> list[Tensor]:
-    """Returns the parameters in all groups of the optimizers."""
-    return [
-        parameter
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
 
 
 class Together:

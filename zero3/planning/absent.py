@@ -82,14 +82,10 @@ class OnPaper:
     def go_on(self, *_: object, **__: object) -> None:
         """Nothing has to come, to be written or to be waited for."""
 
-    belong_to = settle = check_process = rest_gradients = is_used_at_once = note_short = go_on
-    reserve = bring = rest = read_ahead = write = soon = go_on
+    belong_to = settle = check_process = rest_gradients = reserve = rest = soon = go_on
 
     def keep(self, gradient: Tensor) -> Tensor:
         return self.another(gradient).copy_(gradient) if self._in_files else gradient
-
-    def is_away(self, tensor: Tensor) -> bool:
-        return False
 
 
 class AbsentRanks:

@@ -90,11 +90,6 @@ class Codec(ABC):
     def unit(self, shape: Shape) -> int:
         """What can be decoded by itself: so many elements, from a multiple of this number on."""
 
-    def slice_numel(self, shape: Shape) -> int:
-        """How many elements are decoded at once: whole units."""
-        unit = self.unit(shape)
-        return max(1, SLICE_NUMEL // unit) * unit
-
     @abstractmethod
     def decode_units(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         """Writes the elements `[start, start + len(out))` into `out`, 1-D. They are whole units;
@@ -158,7 +153,7 @@ class Codec(ABC):
     def decode_in_slices(self, quantized: QuantizedTensor, start: int, out: Tensor) -> None:
         """Does what `decode` does, by torch's operations."""
         unit, stop = self.unit(quantized.shape), start + out.numel()
-        step = self.slice_numel(quantized.shape)
+        step = max(1, SLICE_NUMEL // unit) * unit
         for low in self._chosen(range(start // unit * unit, stop, step)):
             high = min(low + step, -(-stop // unit) * unit, quantized.numel)
             if start <= low and high <= stop:

@@ -5,7 +5,6 @@ bitsandbytes (NF4), DeepSeek (fp8), gpt-oss.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .formats import MXFP4, NF4, Float8, Format
@@ -47,19 +46,12 @@ def configured_in(config: object) -> Configured | None:
     if method == "bitsandbytes" and four_bits and found.get("bnb_4bit_quant_type") == "nf4":
         return Configured(
             NF4(double_quant=bool(found.get("bnb_4bit_use_double_quant"))),
-            _names(found.get("llm_int8_skip_modules")),
+            tuple(found.get("llm_int8_skip_modules") or ()),
         )
+    left_out: Any = found.get("modules_to_not_convert") or ()
     if method == "fp8" and found.get("weight_block_size"):
         rows, columns = found["weight_block_size"]
-        return Configured(
-            Float8(block=(rows, columns)), _names(found.get("modules_to_not_convert"))
-        )
+        return Configured(Float8(block=(rows, columns)), tuple(left_out))
     if method == "mxfp4":
-        return Configured(
-            MXFP4(transposed=True), _names(found.get("modules_to_not_convert")), experts_alone=True
-        )
+        return Configured(MXFP4(transposed=True), tuple(left_out), experts_alone=True)
     return None
-
-
-def _names(found: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(found or ())

@@ -72,13 +72,8 @@ class QuantizedTensor:
     @property
     def sections(self) -> dict[str, Tensor]:
         """Its tensors by name, in the order in which they are stored."""
-        named = {
-            "codes": self.codes,
-            "scales": self.scales,
-            "scale_scales": self.scale_scales,
-            "offset": self.offset,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        names = ("codes", "scales", "scale_scales", "offset")
+        return {name: found for name in names if (found := getattr(self, name)) is not None}
 
 
 def placed(parts: Iterable[tuple[str, torch.dtype, int]]) -> tuple[Section, ...]:

@@ -12,15 +12,13 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ..access import inside_a_layer, used
+from ..access import used
 from ..comm.agreement import agree, agreeing
 from ..comm.communicator import is_first
 from ..comm.plain_values import integer
 from ..comm.streams import give_cache_back
 from ..conductors.conducted import unconducted
-from ..layer import layers_of
-from ..towers.entering import refuse_towers
-from .replay import knows_transfers
+from .replay import knows_transfers, refuse_where_nothing_repeats
 from .step_guard import GuardedStep, step_guard
 
 __all__: list[str] = []
@@ -63,18 +61,12 @@ class BatchFinder:
 
     def __init__(self, model: nn.Module, batch_size: int | None = None) -> None:
         self._states = used(model, "BatchFinder")
+        why = "it drops what did not fit, as zero3.step_guard"
+        refuse_where_nothing_repeats(model, self._states, "BatchFinder", why)
         first = self._states[0]
         with agreeing(first.communicator, first.device, "BatchFinder") as lines:
             if (error := _mistake(batch_size)) is not None:
                 raise error
-            if any(state.policy.stage != 3 or state.policy.dynamic for state in self._states):
-                raise ValueError(
-                    "zero3.BatchFinder needs ShardingPolicy(stage=3, dynamic=False), as "
-                    "zero3.step_guard does: it drops what did not fit"
-                )
-            if not layers_of(model):
-                raise inside_a_layer(model, self._states, "BatchFinder")
-            refuse_towers(model, "zero3.BatchFinder", "it drops what did not fit, as step_guard")
             lines.append(f"batch_size: {batch_size}")
         self.model, self.batch_size = model, integer(batch_size)
 

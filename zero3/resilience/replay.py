@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -34,7 +34,8 @@ from ..core.collectives import (
     Round,
 )
 from ..core.gradient_types import WrongCallError
-from ..core.layer_state import LayerState, accounts_of
+from ..core.layer_state import LayerState, accounts_of, chunks_of
+from ..core.schedule import ForwardOrder
 from ..layer import layers_of, runtimes_in
 from ..towers.entering import refuse_towers
 
@@ -160,7 +161,12 @@ class CollectiveReplay:
         self._model = model
         self._states = used_together(model, "step_guard")
         self.rank = self._states[0].communicator.rank
-        _refuse_where_it_cannot_repeat(model, self._states)
+        why = "it repeats the transfers of a micro-batch"
+        refuse_where_nothing_repeats(model, self._states, "step_guard", why)
+        if any(state.gradients.holds for state in self._states):
+            raise WrongCallError(
+                "zero3.step_guard inside another one: give each micro-batch one guard"
+            )
         self._outside = _gradients(left_out(self._states))
         self._done: list[Collective] = []
         self._under_way: dict[Round, tuple[Conductor, BaseException | None]] = {}
@@ -186,15 +192,14 @@ class CollectiveReplay:
             self.close(keep=False)
             raise
 
+    def _orders(self) -> Iterator[ForwardOrder[Any]]:
+        return (order for runtime in runtimes_in(self._model) for order in runtime.orders)
+
     def _expectations(self) -> list[tuple[Any, ...]]:
-        return [order.known for runtime in runtimes_in(self._model) for order in runtime.orders]
+        return [order.known for order in self._orders()]
 
     def _expect(self, expectations: list[tuple[Any, ...]]) -> None:
-        for order, known in zip(
-            [order for runtime in runtimes_in(self._model) for order in runtime.orders],
-            expectations,
-            strict=False,
-        ):
+        for order, known in zip(self._orders(), expectations, strict=False):
             order.expect(known)
 
     @property
@@ -320,21 +325,23 @@ class CollectiveReplay:
             self.close(keep=False)
 
     def _chunk_versions(self) -> list[int]:
-        return [chunk.shard._version for state in self._states for chunk in state.chunks]
+        return [chunk.shard._version for chunk in chunks_of(self._states)]
 
 
-def _refuse_where_it_cannot_repeat(model: nn.Module, states: Sequence[LayerState]) -> None:
-    """Refuses what a guard does not take, before anything has begun."""
+def refuse_where_nothing_repeats(
+    model: nn.Module, states: list[LayerState], caller: str, why: str
+) -> None:
+    """Raises ValueError, on all ranks, if the transfers of a micro-batch can't be repeated. `why`
+    the `caller` has to.
+    """
     if not layers_of(model):  # what such a part transfers is its layer's
-        raise inside_a_layer(model, [*states], "step_guard")
+        raise inside_a_layer(model, states, caller)
     if any(state.policy.stage != 3 or state.policy.dynamic for state in states):
         raise ValueError(
-            f"rank {states[0].communicator.rank}: zero3.step_guard needs ShardingPolicy(stage=3, "
-            "dynamic=False): it repeats their transfers"
+            f"rank {states[0].communicator.rank}: zero3.{caller} needs ShardingPolicy(stage=3, "
+            f"dynamic=False): {why}"
         )
-    refuse_towers(model, "zero3.step_guard", "it repeats the transfers of a micro-batch")
-    if any(state.gradients.holds for state in states):
-        raise WrongCallError("zero3.step_guard inside another one: give each micro-batch one guard")
+    refuse_towers(model, f"zero3.{caller}", why)
 
 
 def _kind_of(states: Sequence[LayerState]) -> tuple[object, ...]:

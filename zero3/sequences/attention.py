@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def use_registries(model: nn.Module) -> None:
     name = str(config._attn_implementation).removeprefix(_OURS)
     attentions.register(f"{_OURS}{name}", _Exchanging(name))
     if (mask := masks().get(name)) is not None:
-        masks.register(f"{_OURS}{name}", _Mask(mask))
+        masks.register(f"{_OURS}{name}", partial(_mask, mask))
     config._attn_implementation = f"{_OURS}{name}"
 
 
@@ -170,26 +171,21 @@ class _With:
         return getattr(self._given, name)
 
 
-class _Mask:
+def _mask(inner: Callable[..., Any], /, **kw: Any) -> Any:
     """What is registered for masks: in a forward with parts, they are those of whole sequences."""
-
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self._inner = inner
-
-    def __call__(self, **kw: Any) -> Any:
-        parts = parts_under_way()
-        if parts is None or (measured := parts.present) is None:
-            return self._inner(**kw)
-        library: Any = sys.modules["transformers.masking_utils"]
-        kw |= {"q_length": measured.whole, "kv_length": measured.whole}
-        if (counted := kw.get("cache_position")) is not None:  # an older transformers' `q_length`
-            kw["cache_position"] = torch.arange(measured.whole, device=counted.device)
-        kw["attention_mask"] = measured.mask
-        if measured.packed is not None:
-            packed = library.packed_sequence_mask_function(measured.packed)
-            kw["mask_function"] = library.and_masks(kw["mask_function"], packed)
-            kw["allow_is_causal_skip"] = False
-        return self._inner(**kw)
+    parts = parts_under_way()
+    if parts is None or (measured := parts.present) is None:
+        return inner(**kw)
+    library: Any = sys.modules["transformers.masking_utils"]
+    kw |= {"q_length": measured.whole, "kv_length": measured.whole}
+    if (counted := kw.get("cache_position")) is not None:  # an older transformers' `q_length`
+        kw["cache_position"] = torch.arange(measured.whole, device=counted.device)
+    kw["attention_mask"] = measured.mask
+    if measured.packed is not None:
+        packed = library.packed_sequence_mask_function(measured.packed)
+        kw["mask_function"] = library.and_masks(kw["mask_function"], packed)
+        kw["allow_is_causal_skip"] = False
+    return inner(**kw)
 
 
 def read_of_transformers(module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Beginning:

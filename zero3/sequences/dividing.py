@@ -22,7 +22,7 @@ from .attention import (
     text_config,
     use_registries,
 )
-from .parts import Beginning, Measure, Parts, check_whole, parts_of
+from .parts import Beginning, Measure, Parts, active_parts_of, check_whole, parts_of
 
 __all__: list[str] = []
 
@@ -69,8 +69,7 @@ def _note_run(
 def _refuse_outside_of_resident(
     model: nn.Module, generate: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    parts = parts_of(model)
-    if parts is not None and parts.active:
+    if active_parts_of(model) is not None:
         raise ValueError(
             "generate of a model whose ranks hold parts of sequences (sp): put it inside of `with "
             "zero3.resident(model):`, where each rank has whole sequences"

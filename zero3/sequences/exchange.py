@@ -130,10 +130,8 @@ class Exchange:
                 there = self.way is Direction.THERE
                 count = len(heads[of.index if there else rank])
                 length = of.lengths[rank] if there else of.part
-                shape, size = (
-                    (of.batch, count, length, tensor.shape[3]),
-                    of.batch * count * length * width,
-                )
+                shape = of.batch, count, length, tensor.shape[3]
+                size = of.batch * count * length * width
                 into.append(own[at : at + size].view(tensor.dtype).view(shape))
                 at += size
         if self.way is Direction.THERE:

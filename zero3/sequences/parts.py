@@ -416,6 +416,12 @@ def parts_of(module: nn.Module) -> Parts | None:
     return found
 
 
+def active_parts_of(module: nn.Module) -> Parts | None:
+    """As `parts_of`. None also where a rank computes for itself."""
+    parts = parts_of(module)
+    return parts if parts is not None and parts.active else None
+
+
 def measures_of(model: nn.Module) -> list[Measure]:
     """What a rank without data takes part in, if others of the model's ranks begin a forward."""
     found = dict.fromkeys(parts for module in model.modules() if (parts := parts_of(module)))
@@ -454,7 +460,7 @@ def padded(tensor: Tensor, missing: int, value: int) -> Tensor:
 
 def check_reduction(module: nn.Module, reduction: str) -> None:
     """Raises ValueError if the mean is asked for, and ranks hold parts of sequences."""
-    if reduction == "mean" and (parts := parts_of(module)) is not None and parts.active:
+    if reduction == "mean" and active_parts_of(module) is not None:
         raise ValueError(
             'reduction="mean" in a model whose ranks hold parts of sequences (sp): the mean over a '
             'part is not the mean over the whole. Pass reduction="sum", and give the sum and the '
@@ -464,7 +470,7 @@ def check_reduction(module: nn.Module, reduction: str) -> None:
 
 def check_labels(model: nn.Module) -> None:
     """Raises ValueError if ranks hold parts of sequences: no rank can shift labels alone."""
-    if (parts := parts_of(model)) is not None and parts.active:
+    if active_parts_of(model) is not None:
         raise ValueError(
             "labels= in a model whose ranks hold parts of sequences (sp): they would be shifted "
             "across the cut between ranks. Pass the whole batch through zero3.split_sequence, "

@@ -13,7 +13,7 @@ from torch.nn import functional
 from ..comm.agreement import agree
 from ..conductors.conducted import unconducted
 from .attention import finds_positions
-from .parts import Parts, padded, parts_of
+from .parts import Parts, active_parts_of, padded
 
 __all__: list[str] = []
 
@@ -52,13 +52,13 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     ids = (
         found.get("input_ids") if found.get("input_ids") is not None else found.get("inputs_embeds")
     )
-    parts = parts_of(model)
+    parts = active_parts_of(model)
     error = None
     if not isinstance(ids, Tensor) or ids.dim() < 2:
         error = ValueError(
             "split_sequence: the batch has neither input_ids [B, S] nor inputs_embeds [B, S, H]"
         )
-    if parts is not None and parts.active:
+    if parts is not None:
         _compare(parts, found, error)
     if error is not None or not isinstance(ids, Tensor):
         raise error or ValueError
@@ -70,7 +70,7 @@ def split_sequence(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
         positions = torch.arange(whole, device=ids.device)
     if positions is not None and positions.dim() < 3:
         found["position_ids"] = positions.expand(rows, whole)
-    if parts is None or not parts.active:
+    if parts is None:
         return found
     if whole < parts.size:
         found = _filled(found, rows, whole, parts.size)

@@ -31,10 +31,6 @@ def _nobody() -> None:
     return None
 
 
-def _never() -> bool:
-    return False
-
-
 def _leave_to_parent(chunk: _Whom) -> None:
     """Called in a forked child, which has no copy of what is in files."""
     if (found := chunk()) is not None and isinstance(found.store, Files):
@@ -53,7 +49,7 @@ class Files:
         file = GrowingFile(directory)
         self._values, self._gradients = MappedFiles(directory, file), MappedFiles(directory, file)
         self.allocate, self.check_process = self._values.empty, self._values.check_process
-        self._used_at_once: Callable[[], bool] = _never
+        self._used_at_once: Callable[[], bool] = lambda: False
         self._is_short = False
         self._recent: list[Any] = []  # the last chunks of the model that were fetched
         # the two that were fetched before this one -> the one fetched next
@@ -118,23 +114,37 @@ class Files:
     # -- for the optimizer's turns (`offload_optimizer`)
 
     def read_ahead(self, tensor: Tensor) -> None:
+        """Values, or a gradient, are needed soon."""
         for files in (self._values, self._gradients):
             files.read_ahead(tensor)
 
     def bring(self, tensor: Tensor, *, to_write: bool) -> None:
+        """Brings values, or a gradient, into memory, and returns when they are there: for a thread
+        beside compute.
+        """
         for files in (self._values, self._gradients):
             files.bring(tensor, to_write=to_write)
 
     def is_away(self, tensor: Tensor) -> bool:
+        """Whether values, or a gradient, had to leave memory, because it is short."""
         return any(files.is_away(tensor) for files in (self._values, self._gradients))
 
     def write(self, values: Tensor) -> None:
+        """Values that have changed go to the disk. Returns when they are there: for a thread beside
+        compute.
+        """
         self._values.write(values, wait=True)
 
     def is_used_at_once(self, by: Callable[[], bool]) -> None:
+        """`by`: whether a gradient is used up as soon as it has landed, so that it need not rest
+        anywhere.
+        """
         self._used_at_once = by
 
     def note_short(self, is_short: bool) -> None:
+        """Whether memory was short in the last step: gradients had been dropped. Then they are
+        written early.
+        """
         self._is_short = is_short
 
     # -- gradients

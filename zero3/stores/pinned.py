@@ -11,13 +11,13 @@ writing    the host waits for the copy of the fetch: at the end of a backward, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.streams import Fence
+from ..comm.streams import Fence, fence
 from ..core.chunk import Chunk
 from ..scratch.regions import PinnedRegions, pinned_nbytes
 from .resting import WatchedParameter, watch_values
@@ -55,7 +55,7 @@ class Pinned:
             return values
         if into.numel():
             into.copy_(values, non_blocking=True)
-            self._read = Fence(into.device)
+            self._read = fence(into.device)
         return into
 
     def settle(self, chunk: Chunk, recent: list[Any] | None, *, before_backward: bool) -> None:
@@ -78,28 +78,6 @@ class Pinned:
         return None
 
     def rest(self, values: Tensor) -> None:
-        return None
-
-    # -- it is all in memory, always
-
-    def bring(self, tensor: Tensor, *, to_write: bool) -> None:
-        return None
-
-    def is_away(self, tensor: Tensor) -> bool:
-        return False
-
-    def write(self, values: Tensor) -> None:
-        return None
-
-    read_ahead = write
-
-    def rest_gradients(self) -> None:
-        return None
-
-    def is_used_at_once(self, by: Callable[[], bool]) -> None:
-        return None
-
-    def note_short(self, is_short: bool) -> None:
         return None
 
     def check_process(self) -> None:

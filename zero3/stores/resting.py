@@ -42,44 +42,6 @@ class Resting(Store, Protocol):
         """Memory for a gradient that a device can write while the host goes on."""
         ...
 
-    # -- for the optimizer's turns (`offload_optimizer`)
-
-    def read_ahead(self, tensor: Tensor) -> None:
-        """Values, or a gradient, are needed soon."""
-        ...
-
-    def bring(self, tensor: Tensor, *, to_write: bool) -> None:
-        """Brings values, or a gradient, into memory, and returns when they are there: for a thread
-        beside compute.
-        """
-        ...
-
-    def is_away(self, tensor: Tensor) -> bool:
-        """Whether values, or a gradient, had to leave memory, because it is short."""
-        ...
-
-    def write(self, values: Tensor) -> None:
-        """Values that have changed go where they rest. Returns when they are there: for a thread
-        beside compute.
-        """
-        ...
-
-    def rest_gradients(self) -> None:
-        """They are not needed for now."""
-        ...
-
-    def is_used_at_once(self, by: Callable[[], bool]) -> None:
-        """`by`: whether a gradient is used up as soon as it has landed, so that it need not rest
-        anywhere.
-        """
-        ...
-
-    def note_short(self, is_short: bool) -> None:
-        """Whether memory was short in the last step: gradients had been dropped. Then they are
-        written early.
-        """
-        ...
-
 
 class Keeping(Resting, Protocol):
     """One where gradients are put away."""
@@ -92,11 +54,14 @@ class Keeping(Resting, Protocol):
         """
         ...
 
+    def rest_gradients(self) -> None:
+        """They are not needed for now."""
+        ...
 
-def resting_place(chunk: Chunk | None) -> Resting | None:
+
+def resting_place(chunk: Chunk) -> Resting | None:
     """Where a chunk rests. None: where its layer computes."""
-    store = None if chunk is None else chunk.store
-    return store if store is not None and store.rests else None  # type: ignore[return-value]
+    return chunk.store if chunk.store.rests else None  # type: ignore[return-value]
 
 
 class Home:

@@ -459,7 +459,7 @@ class Gates:
             # what nobody's backward needs has no graph
             with torch.set_grad_enabled(torch.is_grad_enabled() and call.records):
                 output = method(*args, **kwargs)
-            self._end(call)
+            self._come_to(call, None)
             return output
         except Exception as error:
             self._tell_error(f"its call of {room.name!r}", error, call)
@@ -491,20 +491,18 @@ class Gates:
         finally:
             self._call = None
 
-    def _end(self, call: TowerCall) -> None:
-        if call.known is not None:
-            self._pass_over(call, None)
-            return
-        self._tell(_END)
-        self._known[call.number] = call.events
-
-    def _come_to(self, call: TowerCall, event: Event[LayerState]) -> None:
-        """In a tower's first call, the others are told."""
+    def _come_to(self, call: TowerCall, event: Event[LayerState] | None) -> None:
+        """Comes to an event of a call, or to its end. In a tower's first call, the others are
+        told.
+        """
         if call.known is not None:
             self._pass_over(call, event)
-            return
-        self._tell(2 * self._passes.layers.index(event.layer) + event.begins)
-        call.events.append(event)
+        elif event is None:
+            self._tell(_END)
+            self._known[call.number] = call.events
+        else:
+            self._tell(2 * self._passes.layers.index(event.layer) + event.begins)
+            call.events.append(event)
 
     def _tell(self, code: int) -> int:
         """What those tell that call the tower."""

@@ -46,35 +46,19 @@ _LONGEST_SLEEP = 1e-3  # seconds between two looks at the header
 
 
 class Expected:
-    """Tensors that another rank sends to this rank. If this rank never looks at them, the place is
-    given back all the same.
+    """Tensors that rank `source` sends to this rank in one transfer. If this rank never looks at
+    them, the place is given back all the same.
     """
 
-    __slots__ = ("_memory", "_seen", "_source", "_tag", "_turn")
+    __slots__ = ("memory", "seen", "source", "tag", "turn")
 
     def __init__(self, memory: HostMemory, source: int, tag: int, turn: int) -> None:
-        self._memory = memory
-        self._source = source
-        self._tag = tag
-        self._turn = turn
-        self._seen = False
-
-    @contextmanager
-    def look(self, like: Tensor) -> Iterator[Tensor]:
-        """Context that yields the received data: 1-D, as long as `like`, in shared memory. Blocks
-        the host.
-
-        Raises:
-            RuntimeError: nothing came within the group's timeout, the sender has ended, or the data
-                is not as long as `like`.
-        """
-        with self._memory.look(self._source, self._tag, self._turn, like) as found:
-            yield found
-        self._seen = True
+        self.memory, self.source, self.tag, self.turn = memory, source, tag, turn
+        self.seen = False
 
     def __del__(self) -> None:
-        if not self._seen:
-            self._memory.abandon(self._source, self._tag, self._turn)
+        if not self.seen:
+            self.memory.abandon(self.source, self.tag, self.turn)
 
 
 class _Outbox:
@@ -260,10 +244,6 @@ class HostMemory:
                 with suppress(OSError):
                     memory.madvise(mmap.MADV_REMOVE, first, last - first)
 
-    def expect(self, source: int, tag: int, turn: int) -> Expected:
-        """The tensors that rank `source` sends to this rank in that transfer."""
-        return Expected(self, source, tag, turn)
-
     def abandon(self, source: int, tag: int, turn: int) -> None:
         """This rank will not read that transfer. It may not have come yet. A destructor calls this,
         so it only takes a note.
@@ -271,8 +251,15 @@ class HostMemory:
         self._abandoned.append((source, tag, turn))
 
     @contextmanager
-    def look(self, source: int, tag: int, turn: int, like: Tensor) -> Iterator[Tensor]:
-        """See `Expected.look`."""
+    def look(self, expected: Expected, like: Tensor) -> Iterator[Tensor]:
+        """Context that yields the received data: 1-D, as long as `like`, in shared memory. Blocks
+        the host.
+
+        Raises:
+            RuntimeError: nothing came within the group's timeout, the sender has ended, or the data
+                is not as long as `like`.
+        """
+        source, tag, turn = expected.source, expected.tag, expected.turn
         outbox = self._outbox(source)
         if self._abandoned:
             self._give_back()
@@ -288,6 +275,7 @@ class HostMemory:
             _tensor_in(outbox.memory, offset, nbytes, like.dtype) if nbytes else like.new_empty(0)
         )
         outbox.sign(place, self._rank)
+        expected.seen = True
 
     def _give_back(self) -> None:
         for _ in range(len(self._abandoned)):
