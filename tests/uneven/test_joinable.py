@@ -71,6 +71,59 @@ def test_joinable_with_deferred_reductions() -> None:
     check(Plan(((2, 2), (1, 2, 2), (2,)), by_all=True, defer=True, clip=0.5))
 
 
+REDUCING = Plan(((2, 2), (1, 2, 3), (1,), ()), by_all=True, reduces=True, clip=0.5)
+
+
+@pytest.mark.parametrize("plan", [
+    REDUCING, replace(REDUCING, tokens=True), replace(REDUCING, scaled=True, frozen=True), replace(REDUCING, whole=True, evaluate=True),
+    replace(REDUCING, policy=zero3.ShardingPolicy(transactional=True), tokens=True), replace(REDUCING, guarded=True),
+    replace(REDUCING, kind="llama"),
+    replace(REDUCING, mesh=(2, 2)), replace(REDUCING, mesh=(2, 2), replicas_only=True, tokens=True),
+], ids=["plain", "tokens", "scaled", "whole", "transactional", "guarded", "llama", "mesh", "replicas_only"])  # fmt: skip
+def test_a_step_function_reduces_what_is_kept_where_ranks_have_kept_nothing(plan: Plan) -> None:
+    check(plan, 1e-6 if plan.kind == "llama" else 1e-9)
+
+
+def unscale(optimizer: torch.optim.Optimizer) -> None:
+    scaler = zero3.GradScaler("cpu")
+    scaler.scale(torch.zeros(1))
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("look", [
+    lambda model, optimizer: zero3.clip_grad_norm_(model, 1.0), lambda model, optimizer: zero3.parameter_norms(model),
+    lambda model, optimizer: unscale(optimizer), lambda model, optimizer: optimizer.step(),
+], ids=["clip_grad_norm_", "parameter_norms", "GradScaler", "step"])  # fmt: skip
+@pytest.mark.parametrize("batches", [(0, 1, 1), (1, 2, 1)], ids=str)
+def test_a_step_function_that_looks_at_what_is_not_reduced_is_told_so_on_all_ranks(
+    batches: tuple[int, ...], look: Callable[..., Any]
+) -> None:
+    """Also on ranks that have kept nothing, before any chunk has changed. The first batch is reduced, the second one is not."""
+    models = [plain(Plan()) for _ in batches]
+
+    def body(group: ThreadCommunicator) -> str:
+        model, loss = sharded(Plan(), models[group.rank], group)
+        optimizer = adamw(zero3.get_trainable_chunk(model))
+        before = zero3.full_state_dict(model, rank0_only=False)
+
+        def train() -> None:
+            with joined_threads(group, model, lambda: look(model, optimizer)) as uneven:
+                for batch in range(batches[group.rank]):
+                    last = batch == max(batches) - 1
+                    with zero3.no_sync(model) if last else contextlib.nullcontext():
+                        loss(model, words(group.rank, 0, batch)).backward()
+                if batches[group.rank]:
+                    uneven.step()
+
+        with pytest.raises(RuntimeError) as caught:
+            train()
+        assert_close(zero3.full_state_dict(model, rank0_only=False), before, 0.0, "parameters")
+        return str(caught.value)
+
+    (told,) = set(run_ranks(3, body, 20))
+    assert "Call zero3.reduce_gradients(model) on every rank" in told
+
+
 @pytest.mark.parametrize("by_all", [False, True])
 def test_the_mean_over_tokens(by_all: bool) -> None:
     check(Plan(((2, 2), (1, 3, 2), ()), by_all=by_all, tokens=True))

@@ -360,6 +360,8 @@ class JoinCoordinator:
             self._changes.follow(found.gradients, found.owed)
             if found.guarded:
                 self._changes.hold()
+        if found.together is Activity.STEP and found.owed:
+            self._changes.keep(self._tell(self._changes.kept()))
         self._strays.note(found)
         # the others have no data
         among = self._control.world_size if self._context.divide_by_all else found.number
@@ -376,6 +378,13 @@ class JoinCoordinator:
         """Announces it, or listens (None). See `Announcements`."""
         try:
             return self._announcements.exchange(number)
+        except RuntimeError:
+            self.end()
+            raise
+
+    def _tell(self, text: str) -> list[str]:
+        try:
+            return self._announcements.tell(text)
         except RuntimeError:
             self.end()
             raise
