@@ -341,6 +341,41 @@ def test_joinable_whose_context_an_exception_has_ended_says_so_to_who_catches_it
         assert text.startswith(f"RuntimeError: rank {rank}: some ranks have no data left, and this rank's code has caught an exception")
 
 
+@pytest.mark.parametrize("place", ["before clipping", "after clipping", "after the update"])
+def test_an_exception_in_a_step_function_reaches_all_that_are_in_its_collectives(place: str) -> None:
+    models = [plain(Plan()) for _ in range(3)]
+
+    def body(group: ThreadCommunicator) -> tuple[str, bool]:
+        model, loss = sharded(Plan(), models[group.rank], group)
+        optimizer = adamw(zero3.get_trainable_chunk(model))
+        before = [chunk.detach().clone() for chunk in model.get_trainable_chunk()]
+
+        def update() -> None:
+            for here in ("before clipping", "after clipping", "after the update"):
+                if here == "after clipping":
+                    zero3.clip_grad_norm_(model, 1.0)
+                if here == "after the update":
+                    optimizer.step()
+                if here == place:
+                    fail(group.rank)
+
+        def train() -> None:
+            with joined_threads(group, model, update) as uneven:
+                if group.rank:
+                    loss(model, words(group.rank, 0, 0)).backward()
+                    uneven.step()
+
+        with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
+            train()
+        changed = any(not torch.equal(chunk, old) for chunk, old in zip(model.get_trainable_chunk(), before, strict=True))
+        return f"{type(caught.value).__name__}: {caught.value}", changed
+
+    (mute, mute_changed), (failed, _), (other, other_changed) = run_ranks(3, body, 20)
+    assert failed == "ZeroDivisionError: of rank 1"
+    assert all("another rank raised while some had no data left" in text for text in (mute, other))
+    assert mute_changed == other_changed == (place != "before clipping")
+
+
 def fail_in(phase: str, module: nn.Module, inputs: object, output: Tensor) -> None:
     if phase == "forward":
         fail(1)

@@ -172,7 +172,11 @@ class JoinCoordinator:
                 self._enter(what)
             else:
                 self._leave(what)
-        if not what.moves or not self._context.on or self._follows or self._round is Activity.STEP:
+        if not what.moves or not self._context.on or self._follows:
+            return perform()
+        if self._round is Activity.STEP:
+            if self._announces:  # all make it, unless one of them has raised
+                self._exchange(Announcements.IN_STEP)
             return perform()
         if isinstance(what, Exchange):  # with ranks that have data
             with what.parts.among_some():
