@@ -71,15 +71,15 @@ def test_joinable_with_deferred_reductions() -> None:
     check(Plan(((2, 2), (1, 2, 2), (2,)), by_all=True, defer=True, clip=0.5))
 
 
-REDUCING = Plan(((2, 2), (1, 2, 3), (1,), ()), by_all=True, reduces=True, clip=0.5)
+REDUCING = Plan(((3, 2), (1, 2, 3), (1,), ()), by_all=True, reduces=True, clip=0.5)
 
 
 @pytest.mark.parametrize("plan", [
     REDUCING, replace(REDUCING, tokens=True), replace(REDUCING, scaled=True, frozen=True), replace(REDUCING, whole=True, evaluate=True),
     replace(REDUCING, policy=zero3.ShardingPolicy(transactional=True), tokens=True), replace(REDUCING, guarded=True),
-    replace(REDUCING, kind="llama"),
+    replace(REDUCING, kind="llama"), replace(REDUCING, tokens=True, policy=zero3.ShardingPolicy(stage=2)),
     replace(REDUCING, mesh=(2, 2)), replace(REDUCING, mesh=(2, 2), replicas_only=True, tokens=True),
-], ids=["plain", "tokens", "scaled", "whole", "transactional", "guarded", "llama", "mesh", "replicas_only"])  # fmt: skip
+], ids=["plain", "tokens", "scaled", "whole", "transactional", "guarded", "llama", "tokens, stage 2", "mesh", "replicas_only"])  # fmt: skip
 def test_a_step_function_reduces_what_is_kept_where_ranks_have_kept_nothing(plan: Plan) -> None:
     check(plan, 1e-6 if plan.kind == "llama" else 1e-9)
 
@@ -127,6 +127,12 @@ def test_a_step_function_that_looks_at_what_is_not_reduced_is_told_so_on_all_ran
 @pytest.mark.parametrize("by_all", [False, True])
 def test_the_mean_over_tokens(by_all: bool) -> None:
     check(Plan(((2, 2), (1, 3, 2), ()), by_all=by_all, tokens=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_mean_over_tokens_goes_on_after_a_batch_that_was_dropped(place: str) -> None:
+    """Ranks without data drop its tokens, too: the third batch of the step is weighed without them."""
+    check(Plan(((3, 3), (), (3, 3)), tokens=True, guarded=True, fails=(Failure(2, 1, 1, place),)))
 
 
 @pytest.mark.parametrize("chained", [False, True])

@@ -312,6 +312,8 @@ class JoinCoordinator:
             try:
                 if isinstance(what, CountTokens):
                     self._tokens = weigh(self._states, 0, 0).total
+                    # also now: a backward that moves nothing is no round
+                    note(self._states, self._tokens)
                 elif isinstance(what, EndGuard):
                     self._changes.let_go(keep=not any(tell_end(self._states[0], None)))
                 else:
