@@ -289,4 +289,4 @@ def joined_threads(group: Any, model: nn.Module, step: Callable[[], None], by_al
         if not with_data:
             break
         rounds.follow()
-    rounds.end()
+    rounds.leave()

@@ -84,6 +84,34 @@ def test_a_step_function_reduces_what_is_kept_where_ranks_have_kept_nothing(plan
     check(plan, 1e-6 if plan.kind == "llama" else 1e-9)
 
 
+@pytest.mark.parametrize("lengths", [(0, 2), (3, 1, 0)], ids=str)
+def test_what_a_context_has_kept_is_reduced_after_it(lengths: tuple[int, ...]) -> None:
+    """On ranks, too, that have kept nothing."""
+
+    def loss_of(model: nn.Module, rank: int, batch: int) -> Tensor:
+        return model(rows(2) * (1 + rank + batch)).pow(2).mean()
+
+    expected, models = mlp(2), [mlp(2) for _ in lengths]
+    for rank, length in enumerate(lengths):
+        for batch in range(length):
+            (loss_of(expected, rank, batch) / len(lengths)).backward()
+    nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        model = zero3.shard(models[group.rank], nn.Linear, process_group=group)
+        with joined_threads(group, model, lambda: None), zero3.no_sync(model):
+            for batch in range(lengths[group.rank]):
+                loss_of(model, group.rank, batch).backward()
+        zero3.reduce_gradients(model)
+        zero3.clip_grad_norm_(model, 0.1)
+        torch.optim.SGD(zero3.get_trainable_chunk(model), lr=1.0).step()
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    for found in run_ranks(len(lengths), body, 20):
+        assert_close(found, dict(expected.state_dict()), 1e-9, "parameters")
+
+
 def unscale(optimizer: torch.optim.Optimizer) -> None:
     scaler = zero3.GradScaler("cpu")
     scaler.scale(torch.zeros(1))

@@ -143,6 +143,12 @@ class JoinCoordinator:
         """`inside` tells whether this rank is still inside the context: not None."""
         self._context.inside = inside
 
+    def leave(self) -> None:
+        """Leaves the context on all ranks. What some have kept since the last step, all keep."""
+        if self._context.on:
+            self._keep_alike()
+        self.end()
+
     def end(self) -> None:
         """Leaves the context: the model is again as it was before `begin`."""
         self._context.on, self._scope, self._round = False, None, None
@@ -367,7 +373,7 @@ class JoinCoordinator:
             if found.guarded:
                 self._changes.hold()
         if found.together is Activity.STEP and found.owed:
-            self._changes.keep(self._tell(self._changes.kept()))
+            self._keep_alike()
         self._strays.note(found)
         # the others have no data
         among = self._control.world_size if self._context.divide_by_all else found.number
@@ -388,12 +394,13 @@ class JoinCoordinator:
             self.end()
             raise
 
-    def _tell(self, text: str) -> list[str]:
+    def _keep_alike(self) -> None:
         try:
-            return self._announcements.tell(text)
+            told = self._announcements.tell(self._changes.kept())
         except RuntimeError:
             self.end()
             raise
+        self._changes.keep(told)
 
     def _abort(self) -> bool:
         """This rank is about to raise. The other ranks raise at their next announcement. Returns
