@@ -48,6 +48,7 @@ class Plan:
     evaluate: bool = False
     tokens: bool = False  # the mean over tokens, of which batches have different numbers, by zero3.backward
     defer: bool = False  # all but the second batch of a step under no_sync
+    reduces: bool = False  # all batches of a step are under no_sync, and its step function reduces them
     replicas_only: bool = False  # that no_sync is for replicas only
     mesh: tuple[int, int] | None = None  # replicas and shards
     whole: bool = False  # matrices are whole parameters
@@ -211,6 +212,8 @@ def tell_sharded(plan: Plan, built: Built, rank: int, enter: Enter, group: Any =
             losses.pop((step, batch), None)
 
     def update() -> None:
+        if plan.reduces:
+            zero3.reduce_gradients(model)
         scaler.unscale_(optimizer)
         zero3.clip_grad_norm_(model, plan.clip)
         scaler.step(optimizer)
@@ -226,7 +229,7 @@ def tell_sharded(plan: Plan, built: Built, rank: int, enter: Enter, group: Any =
                 if plan.evaluate:
                     with torch.no_grad():
                         loss_of_model(model, words(rank, 90, 0))
-                deferred = plan.defer and batch != 1
+                deferred = plan.reduces or (plan.defer and batch != 1)
                 with zero3.no_sync(model, replicas_only=plan.replicas_only) if deferred else nullcontext():
                     if plan.guarded:
                         guarded(step, batch)
@@ -286,4 +289,4 @@ def joined_threads(group: Any, model: nn.Module, step: Callable[[], None], by_al
         if not with_data:
             break
         rounds.follow()
-    rounds.end()
+    rounds.leave()

@@ -71,9 +71,96 @@ def test_joinable_with_deferred_reductions() -> None:
     check(Plan(((2, 2), (1, 2, 2), (2,)), by_all=True, defer=True, clip=0.5))
 
 
+REDUCING = Plan(((3, 2), (1, 2, 3), (1,), ()), by_all=True, reduces=True, clip=0.5)
+
+
+@pytest.mark.parametrize("plan", [
+    REDUCING, replace(REDUCING, tokens=True), replace(REDUCING, scaled=True, frozen=True), replace(REDUCING, whole=True, evaluate=True),
+    replace(REDUCING, policy=zero3.ShardingPolicy(transactional=True), tokens=True), replace(REDUCING, guarded=True),
+    replace(REDUCING, kind="llama"), replace(REDUCING, tokens=True, policy=zero3.ShardingPolicy(stage=2)),
+    replace(REDUCING, mesh=(2, 2)), replace(REDUCING, mesh=(2, 2), replicas_only=True, tokens=True),
+], ids=["plain", "tokens", "scaled", "whole", "transactional", "guarded", "llama", "tokens, stage 2", "mesh", "replicas_only"])  # fmt: skip
+def test_a_step_function_reduces_what_is_kept_where_ranks_have_kept_nothing(plan: Plan) -> None:
+    check(plan, 1e-6 if plan.kind == "llama" else 1e-9)
+
+
+@pytest.mark.parametrize("lengths", [(0, 2), (3, 1, 0)], ids=str)
+def test_what_a_context_has_kept_is_reduced_after_it(lengths: tuple[int, ...]) -> None:
+    """On ranks, too, that have kept nothing."""
+
+    def loss_of(model: nn.Module, rank: int, batch: int) -> Tensor:
+        return model(rows(2) * (1 + rank + batch)).pow(2).mean()
+
+    expected, models = mlp(2), [mlp(2) for _ in lengths]
+    for rank, length in enumerate(lengths):
+        for batch in range(length):
+            (loss_of(expected, rank, batch) / len(lengths)).backward()
+    nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        model = zero3.shard(models[group.rank], nn.Linear, process_group=group)
+        with joined_threads(group, model, lambda: None), zero3.no_sync(model):
+            for batch in range(lengths[group.rank]):
+                loss_of(model, group.rank, batch).backward()
+        zero3.reduce_gradients(model)
+        zero3.clip_grad_norm_(model, 0.1)
+        torch.optim.SGD(zero3.get_trainable_chunk(model), lr=1.0).step()
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    for found in run_ranks(len(lengths), body, 20):
+        assert_close(found, dict(expected.state_dict()), 1e-9, "parameters")
+
+
+def unscale(optimizer: torch.optim.Optimizer) -> None:
+    scaler = zero3.GradScaler("cpu")
+    scaler.scale(torch.zeros(1))
+    scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize("look", [
+    lambda model, optimizer: zero3.clip_grad_norm_(model, 1.0), lambda model, optimizer: zero3.parameter_norms(model),
+    lambda model, optimizer: unscale(optimizer), lambda model, optimizer: optimizer.step(),
+], ids=["clip_grad_norm_", "parameter_norms", "GradScaler", "step"])  # fmt: skip
+@pytest.mark.parametrize("batches", [(0, 1, 1), (1, 2, 1)], ids=str)
+def test_a_step_function_that_looks_at_what_is_not_reduced_is_told_so_on_all_ranks(
+    batches: tuple[int, ...], look: Callable[..., Any]
+) -> None:
+    """Also on ranks that have kept nothing, before any chunk has changed. The first batch is reduced, the second one is not."""
+    models = [plain(Plan()) for _ in batches]
+
+    def body(group: ThreadCommunicator) -> str:
+        model, loss = sharded(Plan(), models[group.rank], group)
+        optimizer = adamw(zero3.get_trainable_chunk(model))
+        before = zero3.full_state_dict(model, rank0_only=False)
+
+        def train() -> None:
+            with joined_threads(group, model, lambda: look(model, optimizer)) as uneven:
+                for batch in range(batches[group.rank]):
+                    last = batch == max(batches) - 1
+                    with zero3.no_sync(model) if last else contextlib.nullcontext():
+                        loss(model, words(group.rank, 0, batch)).backward()
+                if batches[group.rank]:
+                    uneven.step()
+
+        with pytest.raises(RuntimeError) as caught:
+            train()
+        assert_close(zero3.full_state_dict(model, rank0_only=False), before, 0.0, "parameters")
+        return str(caught.value)
+
+    (told,) = set(run_ranks(3, body, 20))
+    assert "Call zero3.reduce_gradients(model) on every rank" in told
+
+
 @pytest.mark.parametrize("by_all", [False, True])
 def test_the_mean_over_tokens(by_all: bool) -> None:
     check(Plan(((2, 2), (1, 3, 2), ()), by_all=by_all, tokens=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_mean_over_tokens_goes_on_after_a_batch_that_was_dropped(place: str) -> None:
+    """Ranks without data drop its tokens, too: the third batch of the step is weighed without them."""
+    check(Plan(((3, 3), (), (3, 3)), tokens=True, guarded=True, fails=(Failure(2, 1, 1, place),)))
 
 
 @pytest.mark.parametrize("chained", [False, True])
@@ -286,6 +373,41 @@ def test_joinable_whose_context_an_exception_has_ended_says_so_to_who_catches_it
     assert "step_guard" in mute
     for rank, text in enumerate(others, 1):
         assert text.startswith(f"RuntimeError: rank {rank}: some ranks have no data left, and this rank's code has caught an exception")
+
+
+@pytest.mark.parametrize("place", ["before clipping", "after clipping", "after the update"])
+def test_an_exception_in_a_step_function_reaches_all_that_are_in_its_collectives(place: str) -> None:
+    models = [plain(Plan()) for _ in range(3)]
+
+    def body(group: ThreadCommunicator) -> tuple[str, bool]:
+        model, loss = sharded(Plan(), models[group.rank], group)
+        optimizer = adamw(zero3.get_trainable_chunk(model))
+        before = [chunk.detach().clone() for chunk in model.get_trainable_chunk()]
+
+        def update() -> None:
+            for here in ("before clipping", "after clipping", "after the update"):
+                if here == "after clipping":
+                    zero3.clip_grad_norm_(model, 1.0)
+                if here == "after the update":
+                    optimizer.step()
+                if here == place:
+                    fail(group.rank)
+
+        def train() -> None:
+            with joined_threads(group, model, update) as uneven:
+                if group.rank:
+                    loss(model, words(group.rank, 0, 0)).backward()
+                    uneven.step()
+
+        with pytest.raises((ZeroDivisionError, RuntimeError)) as caught:
+            train()
+        changed = any(not torch.equal(chunk, old) for chunk, old in zip(model.get_trainable_chunk(), before, strict=True))
+        return f"{type(caught.value).__name__}: {caught.value}", changed
+
+    (mute, mute_changed), (failed, _), (other, other_changed) = run_ranks(3, body, 20)
+    assert failed == "ZeroDivisionError: of rank 1"
+    assert all("another rank raised while some had no data left" in text for text in (mute, other))
+    assert mute_changed == other_changed == (place != "before clipping")
 
 
 def fail_in(phase: str, module: nn.Module, inputs: object, output: Tensor) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..comm.agreement import exchange_texts
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..core.collectives import Collective
@@ -20,7 +21,8 @@ class Announcements:
     ranks hear whether they differ.
     """
 
-    END, ABORT = 0, 2**62 - 1  # no collectives: the activity is over; a rank has raised
+    # no collectives: the activity is over; a rank has raised; a step function makes its next one
+    END, ABORT, IN_STEP = 0, 2**62 - 1, 2**62 - 2
 
     def __init__(
         self, listed: Sequence[Collective], control: Communicator, device: torch.device
@@ -45,7 +47,7 @@ class Announcements:
 
     def exchange(self, mine: int | None) -> Collective | None:
         """Announces number `mine`, or listens (None). Returns what was announced. None: the
-        activity is over.
+        activity is over, or all make the same step.
 
         Raises:
             RuntimeError: A rank has raised, or ranks announce different collectives. All ranks
@@ -66,7 +68,7 @@ class Announcements:
             raise RuntimeError(
                 f"ranks have come apart: one {self._told(lowest)}, another {self._told(highest)}"
             )
-        return None if highest == self.END else self._listed[highest - 1]
+        return None if highest in (self.END, self.IN_STEP) else self._listed[highest - 1]
 
     def count(self, numbers: Sequence[int]) -> list[int]:
         """The sums over ranks, which all call it: where they meet, and nobody listens yet."""
@@ -75,7 +77,14 @@ class Announcements:
             self._control.all_reduce(counts)
         return [int(each) for each in counts.tolist()]
 
+    def tell(self, text: str) -> list[str]:
+        """Every rank's text. All ranks call it, and nobody listens yet."""
+        with self._naming:
+            return exchange_texts(self._control, self._device, text)
+
     def _told(self, number: int) -> str:
         if number == self.END:
-            return "is through with its forward or backward"
+            return "is through with its forward, backward or step"
+        if number == self.IN_STEP:
+            return "clips, unscales or updates in its step"
         return str(self._listed[number - 1])

@@ -4,8 +4,10 @@ ranks without data can't see them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..core.gradient_types import DeferredGradient
@@ -67,6 +69,34 @@ class StateChanges:
         if mine and not gradients:
             for account in accounts_of(self._states):
                 account.drop_all()
+
+    def kept(self) -> str:
+        """The places of the accounts that keep sums, each with the tokens of their mean, if these
+        are known.
+        """
+        totals = {
+            place: account.noted_tokens()
+            for place, account in enumerate(accounts_of(self._states))
+            if account.owed
+        }
+        return json.dumps({k: None if v is None else v.item() for k, v in totals.items()})
+
+    def keep(self, told: Sequence[str]) -> None:
+        """Keeps zeros where another rank keeps sums: so a step function finds the same on all
+        ranks, whether it reduces them or looks at them too early. `told`: what `kept` is on each
+        rank.
+        """
+        everyone = {int(k): total for text in told for k, total in json.loads(text).items()}
+        places = [(state, a) for state in self._states for a in state.gradients.accounts.values()]
+        for place, total in everyone.items():
+            state, account = places[place]
+            if account.owed:
+                continue
+            account.keep(state.gradients)
+            if total is not None:
+                total = torch.tensor(total, dtype=torch.float64, device=state.device)
+                account.note_tokens(total)
+            state.gradients.end_backward()
 
     def hold(self) -> None:
         """Gradients are staged from now on, as on ranks that are in a `step_guard`."""

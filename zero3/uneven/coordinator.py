@@ -143,6 +143,12 @@ class JoinCoordinator:
         """`inside` tells whether this rank is still inside the context: not None."""
         self._context.inside = inside
 
+    def leave(self) -> None:
+        """Leaves the context on all ranks. What some have kept since the last step, all keep."""
+        if self._context.on:
+            self._keep_alike()
+        self.end()
+
     def end(self) -> None:
         """Leaves the context: the model is again as it was before `begin`."""
         self._context.on, self._scope, self._round = False, None, None
@@ -172,7 +178,11 @@ class JoinCoordinator:
                 self._enter(what)
             else:
                 self._leave(what)
-        if not what.moves or not self._context.on or self._follows or self._round is Activity.STEP:
+        if not what.moves or not self._context.on or self._follows:
+            return perform()
+        if self._round is Activity.STEP:
+            if self._announces:  # all make it, unless one of them has raised
+                self._exchange(Announcements.IN_STEP)
             return perform()
         if isinstance(what, Exchange):  # with ranks that have data
             with what.parts.among_some():
@@ -308,6 +318,8 @@ class JoinCoordinator:
             try:
                 if isinstance(what, CountTokens):
                     self._tokens = weigh(self._states, 0, 0).total
+                    # also now: a backward that moves nothing is no round
+                    note(self._states, self._tokens)
                 elif isinstance(what, EndGuard):
                     self._changes.let_go(keep=not any(tell_end(self._states[0], None)))
                 else:
@@ -360,6 +372,8 @@ class JoinCoordinator:
             self._changes.follow(found.gradients, found.owed)
             if found.guarded:
                 self._changes.hold()
+        if found.together is Activity.STEP and found.owed:
+            self._keep_alike()
         self._strays.note(found)
         # the others have no data
         among = self._control.world_size if self._context.divide_by_all else found.number
@@ -379,6 +393,14 @@ class JoinCoordinator:
         except RuntimeError:
             self.end()
             raise
+
+    def _keep_alike(self) -> None:
+        try:
+            told = self._announcements.tell(self._changes.kept())
+        except RuntimeError:
+            self.end()
+            raise
+        self._changes.keep(told)
 
     def _abort(self) -> bool:
         """This rank is about to raise. The other ranks raise at their next announcement. Returns

@@ -153,7 +153,7 @@ class JoinableModel(Joinable):
         )
         if self._communicator.world_size > 1:
             self._rounds.begin(self._has_data, divide_by_all=divide_by_all)
-        shadow = Shadow(self._rounds.follow, self._rounds.end)
+        shadow = Shadow(self._rounds.follow, self._rounds.leave)
         self._rounds.enter(weakref.ref(shadow))  # torch's context alone holds it
         return shadow
 
