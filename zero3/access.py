@@ -146,7 +146,7 @@ def pinned(
             pin(state, to_compute=to == "compute")
             pins.append(Pin(state, undone=undone))
         first, write = states[0], partial(write_back, states)
-        at_end = writing_at_end(first.communicator, first.device, caller, write)
+        at_end = writing_at_end(first, caller, write)
         with at_end if to == "write" else nullcontext():
             yield
             written = [name for each in pins for name in each.written()]
@@ -290,7 +290,7 @@ def agree_on_layers(
 ) -> None:
     """Ranks compare the layers for which they call `caller`. See `agree`."""
     first, names = states[0], [state.name_among_ranks for state in states]
-    agree(first.communicator, first.device, caller, names, error)
+    agree(first, caller, names, error)
 
 
 def reset(model: nn.Module) -> None:

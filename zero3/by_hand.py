@@ -104,7 +104,7 @@ def set_forward_order(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     runtimes = runtimes_in(model)
     root = vars(model).get("_zero3_root")
     order: list[LayerState] = []
-    with agreeing(states[0].communicator, states[0].device, "set_forward_order") as lines:
+    with agreeing(states[0], "set_forward_order") as lines:
         if not isinstance(cast(object, layers), Iterable):
             found = type(layers).__name__
             raise TypeError(f"set_forward_order: layers must be a list of modules, found a {found}")
@@ -162,7 +162,7 @@ def reduce_gradients(model: nn.Module) -> None:
     for runtime in runtimes:
         runtime.reset(broken=False) if runtime.backward.raised else runtime.backward.forget_zeroed()
     owed = [state.name_among_ranks for state in states if state.gradients.owed()]
-    agree(first.communicator, first.device, "reduce_gradients", owed, error)
+    agree(first, "reduce_gradients", owed, error)
     for runtime in runtimes:
         runtime.backward.reduce_deferred()
     for state in states:

@@ -87,7 +87,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         told.tell(Command.END)
     else:
         told.listen()
-    agree(first.communicator, first.device, "what materialize has drawn", [], error)
+    agree(first, "what materialize has drawn", [], error)
     for chunk in chunks_of(states):
         chunk.unloaded.clear()
         torch.autograd.graph.increment_version(chunk.shard)  # graphs built before are stale

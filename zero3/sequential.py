@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm.agreement import agree
+from .comm.agreement import Members, agree
 from .comm.factory import any_device_of, communicator_for
 from .core.runtime import ForwardPass, Runtime
 from .guards.compiled import ends_graphs
@@ -112,7 +112,13 @@ def _check_items(layers: Any) -> None:
         )
     if not states:  # no group to tell the others by: most likely they use the default one
         device, subject = any_device_of(None), "a Zero3Sequential without layers"
-        agree(communicator_for(None, device), device, subject, [], error, caller="Zero3Sequential")
+        agree(
+            Members(communicator_for(None, device), device),
+            subject,
+            [],
+            error,
+            caller="Zero3Sequential",
+        )
         return
     first = states[0]
     for index, state in enumerate(states):
@@ -134,4 +140,4 @@ def _check_items(layers: Any) -> None:
     error = error or unlike(named)
     names = [state.name_among_ranks for state in states]
     subject = f"a Zero3Sequential of {len(states)} layers"
-    agree(first.communicator, first.device, subject, names, error, caller="Zero3Sequential")
+    agree(first, subject, names, error, caller="Zero3Sequential")

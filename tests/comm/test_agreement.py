@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.ranks import RanksDisagree, ThreadCommunicator, run_ranks
-from zero3.comm.agreement import agree, agreeing, tell_all
+from zero3.comm.agreement import Members, agree, agreeing, tell_all
 from zero3.comm.communicator import SoloCommunicator
 from zero3.comm.plain_values import unreadable
 
@@ -26,7 +26,7 @@ def outcomes(
         rank = communicator.rank
         raised: Exception | None = None
         try:
-            agree(communicator, CPU, subjects[rank], lines[rank], errors[rank])
+            agree(Members(communicator, CPU), subjects[rank], lines[rank], errors[rank])
         except Exception as error:
             raised = error
         return raised, [entry.numel for entry in communicator.log]
@@ -110,9 +110,9 @@ def test_any_text_travels_unchanged(text: str) -> None:
 def test_one_rank_raises_its_own_error_and_asks_nobody() -> None:
     mistake = ValueError("mine")
     with pytest.raises(ValueError, match="mine") as caught:
-        agree(SoloCommunicator(), CPU, "a new layer", [], mistake)
+        agree(Members(SoloCommunicator(), CPU), "a new layer", [], mistake)
     assert caught.value is mistake
-    agree(SoloCommunicator(), CPU, "a new layer", ["anything"])
+    agree(Members(SoloCommunicator(), CPU), "a new layer", ["anything"])
 
 
 def test_a_rank_that_does_something_else_is_noticed() -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_does_something_else_is_noticed() -> None:
 
     def body(communicator: ThreadCommunicator) -> None:
         if communicator.rank == 0:
-            agree(communicator, CPU, "a new layer", [])
+            agree(Members(communicator, CPU), "a new layer", [])
         else:
             communicator.all_reduce(torch.zeros(1))
 
@@ -134,7 +134,7 @@ def test_what_raises_inside_agreeing_raises_on_all_ranks(kind: type[Exception]) 
     """Also an error that `agree` does not know: the other ranks must not wait for a rank that raises alone."""
 
     def fail(communicator: ThreadCommunicator) -> None:
-        with agreeing(communicator, CPU, "a file"):
+        with agreeing(Members(communicator, CPU), "a file"):
             if communicator.rank == 1:
                 raise kind("no such thing")
 
@@ -150,10 +150,10 @@ def test_what_raises_inside_agreeing_raises_on_all_ranks(kind: type[Exception]) 
 
 def test_lines_inside_agreeing_are_compared() -> None:
     def body(communicator: ThreadCommunicator) -> None:
-        with agreeing(communicator, CPU, "a file") as lines:
+        with agreeing(Members(communicator, CPU), "a file") as lines:
             lines.append("the same")
         differ = pytest.raises(ValueError, match=r"ranks differ in a file: ranks 0, 2: size 0; rank 1: size 1")
-        with differ, agreeing(communicator, CPU, "a file") as lines:
+        with differ, agreeing(Members(communicator, CPU), "a file") as lines:
             lines.append(f"size {communicator.rank % 2}")
 
     run_ranks(3, body)
@@ -161,13 +161,13 @@ def test_lines_inside_agreeing_are_compared() -> None:
 
 def test_agreeing_on_one_rank_raises_the_very_error() -> None:
     error = ValueError("mine")
-    with pytest.raises(ValueError, match=r"^mine$") as raised, agreeing(SoloCommunicator(), CPU, "a file"):
+    with pytest.raises(ValueError, match=r"^mine$") as raised, agreeing(Members(SoloCommunicator(), CPU), "a file"):
         raise error
     assert raised.value is error
 
 
 def test_an_interrupt_inside_agreeing_waits_for_nobody() -> None:
-    with pytest.raises(KeyboardInterrupt), agreeing(SoloCommunicator(), CPU, "a file"):
+    with pytest.raises(KeyboardInterrupt), agreeing(Members(SoloCommunicator(), CPU), "a file"):
         raise KeyboardInterrupt
 
 
@@ -190,7 +190,7 @@ def test_ranks_whose_transfers_differ_hear_which_of_them_has_failed_before() -> 
     def body(group: ThreadCommunicator) -> str:
         text = "ArithmeticError: no more numbers" if group.rank == 1 else ""
         with pytest.raises(ValueError, match="ranks have made different transfers by the end") as error:
-            tell_all(group, torch.device("cpu"), "the end", text, group.rank, "step_guard")
+            tell_all(Members(group, torch.device("cpu")), "the end", text, group.rank, "step_guard")
         return str(error.value)
 
     first, second = run_ranks(2, body)

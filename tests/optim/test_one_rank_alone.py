@@ -16,7 +16,7 @@ from tests.support.models import WORLDS, mlp
 from tests.support.processes import PROMPT, Rank, try_on_ranks
 from tests.support.ranks import Collective, ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, assert_close, full_gradients, on_ranks
-from zero3.comm.agreement import agree_where_nan
+from zero3.comm.agreement import Members, agree_where_nan
 from zero3.optim.token_mean import weigh
 
 NAN, INF = float("nan"), float("inf")
@@ -205,10 +205,10 @@ def test_on_an_accelerator_the_host_does_not_look() -> None:
         group.log.clear()
         result, wrong = torch.tensor(NAN), ValueError("wrong") if group.rank == 1 else None
         if wrong is None:
-            agree_where_nan(group, torch.device("cuda"), "", result, None)
+            agree_where_nan(Members(group, torch.device("cuda")), "", result, None)
         else:
             with pytest.raises(ValueError, match="wrong"):
-                agree_where_nan(group, torch.device("cuda"), "", result, wrong)
+                agree_where_nan(Members(group, torch.device("cuda")), "", result, wrong)
         assert group.log == []
 
     run_ranks(2, body)

@@ -163,15 +163,7 @@ class _Examined:
         note = secrets.token_bytes(IDENTITY_BYTES) + bytes([flags])
         alone = self.request.label is None  # else `shard` has met for all of its layers
         with meeting(self.communicator, self.error) if alone else nullcontext():
-            notes = agree(
-                self.communicator,
-                self.device,
-                subject,
-                self.lines,
-                self.error,
-                note=note,
-                caller="Zero3Layer",
-            )
+            notes = agree(self, subject, self.lines, self.error, note=note, caller="Zero3Layer")
         first = notes[0]
         reads = any(each[IDENTITY_BYTES] & _READS for each in notes)
         return first[:IDENTITY_BYTES], bool(first[IDENTITY_BYTES] & _ON_META), reads
@@ -210,14 +202,7 @@ def agree_on(
             error = caught
         lines.insert(0, IN_GROUP + divided_beside(first.request.process_group))
         with meeting(first.communicator, error):
-            agree(
-                first.communicator,
-                first.device,
-                "what becomes a layer",
-                lines,
-                error,
-                caller=caller,
-            )
+            agree(first, "what becomes a layer", lines, error, caller=caller)
 
 
 def all_but(request: Request, is_layer: Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import agreeing
+from ..comm.agreement import Members, agreeing
 from ..comm.communicator import Communicator, is_first
 from ..comm.factory import Dealing
 from ..core.chunk import Chunk, Placement
@@ -75,7 +75,7 @@ def offloaded(
         return [None for _ in groups]
     found: list[tuple[Resting, Tensor] | None] = []
     communicator = among.whole if isinstance(among, Dealing) else among
-    with agreeing(communicator, device, "the memory for what is offloaded"):
+    with agreeing(Members(communicator, device), "the memory for what is offloaded"):
         for group in groups:
             place = host_of(communicator).place_for(policy, device)
             if place is None:

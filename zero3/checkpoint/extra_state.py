@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.agreement import agreeing, exchange_texts
-from ..comm.communicator import Communicator, is_first
+from ..comm.agreement import Meets, agreeing, exchange_texts
+from ..comm.communicator import is_first
 from ..comm.plain_values import decode, dtype_named, encode, name_of, unreadable
+from ..core.layer_state import LayerState
 from ..names import named_entries
 
 __all__: list[str] = []
@@ -67,21 +68,20 @@ def encoded(values: Mapping[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     return found
 
 
-def sent_from_rank_0(
-    communicator: Communicator, device: torch.device, values: Mapping[str, Any]
-) -> dict[str, Any]:
+def sent_from_rank_0(first: LayerState, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns rank 0's `values` on every rank, with tensors on the CPU. Every rank calls it. Raises
     TypeError if a value could only be pickled. Every rank raises it.
     """
+    communicator, device = first.communicator, first.device
     tensors: list[Tensor] = []
     text = ""
-    with agreeing(communicator, device, "the extra state of modules"):
+    with agreeing(first, "the extra state of modules"):
         if is_first(communicator):
             found = encoded(values, tensors)
             described = [[name_of(tensor.dtype), list(tensor.shape)] for tensor in tensors]
             text = json.dumps([found, described])
     if communicator.world_size > 1:
-        text = exchange_texts(communicator, device, text)[0]
+        text = exchange_texts(first, text)[0]
     found, described = json.loads(text)
     received = []
     for number, (dtype, shape) in enumerate(described):
@@ -95,11 +95,7 @@ def sent_from_rank_0(
 
 
 def set_extra_states(
-    model: nn.Module,
-    values: Mapping[str, Any],
-    communicator: Communicator,
-    device: torch.device,
-    caller: str,
+    model: nn.Module, values: Mapping[str, Any], among: Meets, caller: str
 ) -> None:
     """Gives each module its own value. Every rank calls it, with the same `values`, after
     everything else has been loaded. If a module refuses its value, every rank raises its error.
@@ -107,7 +103,7 @@ def set_extra_states(
     takers = takers_of(model)
     if not takers:
         return
-    with agreeing(communicator, device, f"the extra state that {caller} sets"):
+    with agreeing(among, f"the extra state that {caller} sets"):
         for name, value in values.items():
             if name in takers:
                 takers[name].set_extra_state(value)

@@ -80,7 +80,7 @@ def full_optimizer_state_dict(
             tensors = {key: value.cpu() for key, value in gathered.items()}
             state[name] = tensors | decode_scalars(named.scalars, "cpu")
     if aligned := _aligned(together, own):
-        with agreeing(contents.communicator, contents.device, caller):
+        with agreeing(contents, caller):
             for name in aligned.keys() & state.keys():
                 group = aligned[name]
                 like = torch.empty(contents.shape(name), dtype=contents.dtype(name))
@@ -162,17 +162,16 @@ def load_full_optimizer_state_dict(
     """
     caller = "load_full_optimizer_state_dict"
     contents, together, held = _looked_at(model, optimizer, caller, reads=False)
-    communicator, device = contents.communicator, contents.device
     text = ""
     given: StateByName = {}
     own = contents_of(together, held, contents, with_state=False)
-    with agreeing(communicator, device, caller):
+    with agreeing(contents, caller):
         if contents.is_first:
             described, given = read_full(state_dict, contents, _aligned(together, own))
             text = json.dumps(described.to_json())
-    text = exchange_texts(communicator, device, text)[0]
+    text = exchange_texts(contents, text)[0]
     source = OptimizerContents.from_json(json.loads(text))
-    with agreeing(communicator, device, caller):
+    with agreeing(contents, caller):
         placing = place(together, held, own, source, contents)
     _deal_out(contents, placing, source, given)
     placing.commit()
@@ -190,7 +189,7 @@ def _looked_at(
     Warns if an optimizer is not exact.
     """
     first = used_together(model, caller)[0]
-    with agreeing(first.communicator, first.device, caller) as lines:
+    with agreeing(first, caller) as lines:
         lines.append(f"the model of {first.name_among_ranks}")
         contents, together = Contents(model, caller), Together(optimizer)
         land_steps(contents.states if reads else ())

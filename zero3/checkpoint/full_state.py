@@ -81,7 +81,7 @@ def full_state_dict(
     agree_to_gather(states, "full_state_dict", error)
     travels = not rank0_only and first.communicator.world_size > 1
     if travels and extra and not all(state.pinned for state in states):
-        extra = sent_from_rank_0(first.communicator, first.device, extra)
+        extra = sent_from_rank_0(first, extra)
     values = _gathered(states, dtype, keeps=keeps)
     if not keeps:
         return {}
@@ -141,7 +141,7 @@ def load_full_state_dict(
     states = used(model, "load_full_state_dict")
     first = states[0]
     given: dict[str, Any] = {}
-    with agreeing(first.communicator, first.device, "load_full_state_dict") as lines:
+    with agreeing(first, "load_full_state_dict") as lines:
         pinned = ", ".join(state.label for state in states if state.pinned)
         lines.append(f"inside full_params or resident: {pinned}")
         takers = takers_of(model)
@@ -149,13 +149,13 @@ def load_full_state_dict(
             given = _checked(model, states, state_dict, takers, strict)
     extra = {n: given[n] for n in takers if n in given}
     if takers:
-        extra = sent_from_rank_0(first.communicator, first.device, extra)
+        extra = sent_from_rank_0(first, extra)
     values = {id(tensor): given[name] for name, tensor in named_tensors(model) if name in given}
     inside = {id(tensor) for _, tensor in named_tensors(model)}
     for state in _watched(states, "loading layers"):
         _load_layer(state, values, inside)
     _load_others(model, states, values)
-    set_extra_states(model, extra, first.communicator, first.device, "load_full_state_dict")
+    set_extra_states(model, extra, first, "load_full_state_dict")
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.agreement import agreeing, exchange_texts
+from ..comm.agreement import Members, agreeing, exchange_texts
 from ..core.layer_state import LayerState
 from . import file_operations, manifest
 from .lazy import bytes_of
@@ -54,7 +54,7 @@ class Hosts:
         """Every rank calls it, with its own directory, which is there."""
         self._communicator, self._device = first.communicator, first.device
         mine = json.dumps([_place_of(directory), os.urandom(8).hex()])
-        told = exchange_texts(first.communicator, first.device, mine)
+        told = exchange_texts(first, mine)
         self.me = told.index(mine)  # this rank among all
         by_place: dict[str, list[int]] = {}
         for rank, text in enumerate(told):
@@ -84,7 +84,9 @@ class Hosts:
         Raises OSError if a rank could not read or write. Every rank raises it, when all is sent.
         """
         try:
-            with agreeing(self._communicator, self._device, f"the copies of {caller}", caller):
+            with agreeing(
+                Members(self._communicator, self._device), f"the copies of {caller}", caller
+            ):
                 self._deliver(parcels, source, target)
         except BaseException:  # what has come may be of the right size, and wrong
             for parcel in parcels:
@@ -224,7 +226,7 @@ class PartsOfHosts:
         file that is read or sent is not as it was saved. Every rank raises it.
         """
         first = self._first
-        texts = exchange_texts(first.communicator, first.device, json.dumps(sorted(needed)))
+        texts = exchange_texts(first, json.dumps(sorted(needed)))
         wanted = [
             {name for rank in ranks for name in json.loads(texts[rank])}
             for ranks in self.hosts.ranks
@@ -277,7 +279,7 @@ class PartsOfHosts:
             file_operations.remove(self._assembled)
 
     def _agreeing(self, what: str) -> Any:
-        return agreeing(self._first.communicator, self._first.device, what, "load_checkpoint")
+        return agreeing(self._first, what, "load_checkpoint")
 
 
 def parts_of(path: str | os.PathLike[str], first: LayerState) -> PartsOfHosts | None:
@@ -287,16 +289,16 @@ def parts_of(path: str | os.PathLike[str], first: LayerState) -> PartsOfHosts | 
     if first.communicator.world_size == 1:
         return None
     what = "the place of load_checkpoint"  # first of all, with its name: it may be called alone
-    with agreeing(first.communicator, first.device, what, "load_checkpoint"):
+    with agreeing(first, what, "load_checkpoint"):
         # here: one rank's may be no path
         directory = Path(os.path.abspath(file_operations.directory_of(path)))
         text, data, headers = _seen(directory)
     mine = json.dumps({"data": data, "headers": headers})
-    told = [json.loads(each) for each in exchange_texts(first.communicator, first.device, mine)]
+    told = [json.loads(each) for each in exchange_texts(first, mine)]
     having = [rank for rank, each in enumerate(told) if each["data"] is not None]
     if not having:
         return None
-    with agreeing(first.communicator, first.device, "the hosts of load_checkpoint"):
+    with agreeing(first, "the hosts of load_checkpoint"):
         file_operations.make_directory(directory)
         if len(saves := {told[rank]["data"] for rank in having}) > 1:
             raise ValueError(

@@ -156,7 +156,7 @@ class _Loader:
 
     def _agreeing(self, subject: str) -> AbstractContextManager[list[str]]:
         first, caller = self._first, "load_checkpoint"
-        return agreeing(first.communicator, first.device, subject, caller, first.log)
+        return agreeing(first, subject, caller, first.log)
 
     def _names(self, found: Manifest) -> list[str]:
         return [name for kind in self._kinds for name in found.names(kind)]
@@ -297,9 +297,7 @@ class _Loader:
                 contents.communicator.broadcast(value)
         if self._placing is not None:
             self._placing.commit()
-        set_extra_states(
-            self._model, extra_states, contents.communicator, contents.device, "load_checkpoint"
-        )
+        set_extra_states(self._model, extra_states, contents, "load_checkpoint")
         self._restore_random(found, contents)
         run, number = found.content.get("run"), int(found.content.get("number", 0))
         for state in contents.states:

@@ -65,13 +65,13 @@ def latest_checkpoint(
             return max(numbered)[1] if numbered else None
         return _newest(roots, [_views(roots, run)], run, alone=not others)
     first = used(model, "latest_checkpoint")[0]
-    with agreeing(first.communicator, first.device, "latest_checkpoint") as lines:
+    with agreeing(first, "latest_checkpoint") as lines:
         check_run(run)
         # here: one rank's may be no path
         roots = [file_operations.directory_of(path) for path in (directory, *others)]
         lines += [f"run: {run}", f"directories: {len(roots)}"]
         text = json.dumps(_views(roots, run))  # here: a disk may fail on one rank alone
-    texts = exchange_texts(first.communicator, first.device, text)
+    texts = exchange_texts(first, text)
     return _newest(roots, [json.loads(text) for text in texts], run, alone=False)
 
 

@@ -174,7 +174,7 @@ def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _
     saves_of(first).finish()
     together: Together | None = None
     held: list[Held] = []
-    with agreeing(first.communicator, first.device, "save_checkpoint", log=first.log) as lines:
+    with agreeing(first, "save_checkpoint", log=first.log) as lines:
         prepared = _Prepared(asked, model)
         land_steps(prepared.contents.states)
         if optimizer is not None:
@@ -293,11 +293,11 @@ class _Prepared:
         """Rank 0 makes the directory, or one rank on each host. Every rank calls it."""
         contents, what = self.contents, "the directory of save_checkpoint"
         if self.asked.local:
-            with agreeing(contents.communicator, contents.device, what):
+            with agreeing(contents, what):
                 file_operations.make_directory(self.directory)
             self.hosts = Hosts(contents.states[0], self.directory)
         try:
-            with agreeing(contents.communicator, contents.device, what):
+            with agreeing(contents, what):
                 # renames on several hosts can't be one: an old part could be taken for a new one
                 if self.hosts is not None and self.leads:
                     manifest.delete(self.directory)
@@ -329,10 +329,10 @@ class _Prepared:
         first = contents.states[0]
         text = json.dumps(self.content) if contents.is_first else ""
         self.content = json.loads(from_rank(first, text, 0))
-        with agreeing(contents.communicator, contents.device, "the number of save_checkpoint"):
+        with agreeing(contents, "the number of save_checkpoint"):
             there = next_number(self.directory) if hosts.leads else 0
             number = max(there, saves_of(first).number + 1)
-        numbers = exchange_texts(contents.communicator, contents.device, str(number))
+        numbers = exchange_texts(contents, str(number))
         self.content["number"] = max(map(int, numbers))
 
     def commit(self, files: dict[str, Written]) -> None:
@@ -419,7 +419,7 @@ class Saving:
         # for a file of copies, if the model may be larger than memory
         places = (directory_of(state.policy) for state in contents.states)
         place = next((place for place in places if place is not None), None)
-        may_fail = agreeing(contents.communicator, contents.device, what)
+        may_fail = agreeing(contents, what)
         try:
             with may_fail if place is not None else nullcontext():
                 for name, (entries, metadata) in self._files.items():
@@ -458,26 +458,25 @@ class Saving:
             return
         self._over = True
         contents = self._prepared.contents
-        communicator, device = contents.communicator, contents.device
         saves_of(contents.states[0]).end()
         log = contents.states[0].log
         log.keep("save_checkpoint")  # so that a rank that still writes is behind
         try:
-            agree(communicator, device, "the files of save_checkpoint", [], self._error)
+            agree(contents, "the files of save_checkpoint", [], self._error)
             written = self._written.items()
             mine = json.dumps({name: [each.nbytes, each.blocks] for name, each in written})
             files: dict[str, Written] = {}
-            for text in exchange_texts(communicator, device, mine):
+            for text in exchange_texts(contents, mine):
                 files |= {name: Written(*each) for name, each in json.loads(text).items()}
             self._prepared.send_copies(files)
-            with agreeing(communicator, device, "the manifest of save_checkpoint", log=log):
+            with agreeing(contents, "the manifest of save_checkpoint", log=log):
                 if self._prepared.leads:
                     self._prepared.commit(files)
         except BaseException:
             self._prepared.clean()
             raise
         # no rank returns before the cleaning
-        with agreeing(communicator, device, "the end of save_checkpoint", log=log):
+        with agreeing(contents, "the end of save_checkpoint", log=log):
             self._prepared.clean()
         for state in contents.states:
             saves_of(state).belong_to(self._prepared.run, self._prepared.content.get("number", 0))

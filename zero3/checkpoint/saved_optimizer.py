@@ -244,8 +244,7 @@ def contents_of(
     groups: list[list[str]] = [[] for _ in optimizer.param_groups]
     state: list[Any] = []
     kept: list[NamedState] = []  # one for each of `held`
-    communicator, device = contents.communicator, contents.device
-    with agreeing(communicator, device, "the optimizer's groups") as lines:
+    with agreeing(contents, "the optimizer's groups") as lines:
         labelled = zip(optimizer.param_groups, optimizer.labels, strict=True)
         options = [options_of(group, label) for group, label in labelled]
         lines += [json.dumps(own, sort_keys=True) for own in options]
@@ -259,7 +258,7 @@ def contents_of(
             names = [name for name in names if not found.whole or name == one.filled[0].name]
             if names and found.keys:
                 state.append([names, found.elements, found.scalars, found.whole])
-    texts = exchange_texts(communicator, device, json.dumps([groups, state]))
+    texts = exchange_texts(contents, json.dumps([groups, state]))
     merged = OptimizerContents([(own, []) for own in options], {}, optimizer.kinds)
     _add_in_order(merged, texts, contents)
     if with_state:
@@ -291,7 +290,7 @@ def _check_even(
     parameter as where that begins. Raises ValueError if a rank has made no step, or another kind of
     step. Every rank raises it.
     """
-    with agreeing(contents.communicator, contents.device, "the optimizer's state"):
+    with agreeing(contents, "the optimizer's state"):
         for one, own in zip(held, kept, strict=True):
             for span in one.filled if one.mine else ():
                 first = merged.state.get(span.name, NamedState())

@@ -33,7 +33,7 @@ def value_hashes(contents: Contents, names: Sequence[str], doing: str) -> dict[s
     """The hashes of the parameters `names`, 32 hexadecimal digits each. Every rank calls it, with
     the same names, and gets the same.
     """
-    with agreeing(contents.communicator, contents.device, f"the hashes of {doing}"):
+    with agreeing(contents, f"the hashes of {doing}"):
         mine = _own_parts(contents, frozenset(names))
     payload = b"".join(mine.get(name, 0).to_bytes(16) for name in names)
     told = contents.communicator.exchange(payload, contents.device) if names else []

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,9 +40,25 @@ def meeting(
     return nullcontext() if board is None else board.meeting(error)
 
 
+class Meets(Protocol):
+    """Ranks that compare, and where the tensors for it are made: a layer, for one."""
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Members(NamedTuple):
+    """These alone."""
+
+    communicator: Communicator
+    device: torch.device
+
+
 def agree(
-    communicator: Communicator,
-    device: torch.device,
+    among: Meets,
     subject: str,
     lines: Sequence[str] | None,
     error: Exception | None = None,
@@ -57,8 +74,7 @@ def agree(
     only if these differ.
 
     Args:
-        communicator: The ranks that compare.
-        device: Where the tensors for the exchange are made.
+        among: The ranks that compare.
         subject: The name of what is compared, for errors.
         lines: What has to be the same on all ranks. None: this rank only listens, and raises what
             the others raise.
@@ -74,6 +90,7 @@ def agree(
         ValueError, TypeError, RuntimeError, OSError: The lowest rank's error, or the first line
         that differs, with the ranks.
     """
+    communicator = among.communicator
     if communicator.world_size == 1:
         if error is not None:
             raise error
@@ -89,7 +106,7 @@ def agree(
     )
     caller = caller or _function_in(subject)
     with NamingFailures(communicator, _COMPARING, Subject(subject), caller):
-        told = communicator.exchange(_ABSENT if lines is None else note + digest, device)
+        told = communicator.exchange(_ABSENT if lines is None else note + digest, among.device)
         notes, digests = zip(
             *((each[:NOTE_BYTES], each[NOTE_BYTES:]) for each in told), strict=True
         )
@@ -102,7 +119,7 @@ def agree(
             digests[rank][-1] & 1 for rank in present
         ):
             return list(notes)
-        texts = exchange_texts(communicator, device, text)
+        texts = exchange_texts(among, text)
     raise _explain({rank: json.loads(texts[rank]) for rank in present})
 
 
@@ -115,11 +132,7 @@ def _function_in(subject: str) -> str:
 
 @contextmanager
 def agreeing(
-    communicator: Communicator,
-    device: torch.device,
-    subject: str,
-    caller: str = "",
-    log: TransferLog | None = None,
+    among: Meets, subject: str, caller: str = "", log: TransferLog | None = None
 ) -> Iterator[list[str]]:
     """Context for work that may fail on one rank: at its end all ranks go on, or all raise the same
     error. See `agree`. `log`: the model's, if the ring is to tell who still works.
@@ -127,6 +140,7 @@ def agreeing(
     Yields:
         An empty list. Lines that the caller appends have to be the same on all ranks.
     """
+    among = Members(among.communicator, among.device)  # as they are at the beginning
     lines: list[str] = []
     error: Exception | None = None
     try:
@@ -135,13 +149,11 @@ def agreeing(
         error = caught
     if log is not None:
         log.keep(caller or subject.rpartition(" ")[2])
-    agree(communicator, device, subject, lines, error, caller=caller)
+    agree(among, subject, lines, error, caller=caller)
 
 
 @contextmanager
-def writing_at_end(
-    communicator: Communicator, device: torch.device, caller: str, write: Callable[[], object]
-) -> Iterator[None]:
+def writing_at_end(among: Meets, caller: str, write: Callable[[], object]) -> Iterator[None]:
     """Context at whose end all ranks `write`, unless one has raised inside.
 
     Raises:
@@ -155,19 +167,13 @@ def writing_at_end(
             f"{caller} ended with {type(error).__name__}: {error}. Nothing was written."
         )
         with suppress(RuntimeError):  # of all ranks, and this one has its own
-            agree(communicator, device, subject, [], cause)
+            agree(among, subject, [], cause)
         raise
-    agree(communicator, device, subject, [])
+    agree(among, subject, [])
     write()
 
 
-def agree_where_nan(
-    communicator: Communicator,
-    device: torch.device,
-    subject: str,
-    result: Tensor,
-    error: Exception | None,
-) -> None:
+def agree_where_nan(among: Meets, subject: str, result: Tensor, error: Exception | None) -> None:
     """Called after a collective to which a rank with a mistake has given NaN. If the result is NaN,
     every rank raises the mistake.
 
@@ -176,8 +182,7 @@ def agree_where_nan(
     ranks continue with NaN.
 
     Args:
-        communicator: The ranks that compare.
-        device: Where the tensors for the exchange are made.
+        among: The ranks that compare.
         subject: The name of what is compared, for errors.
         result: The collective's result. It is all NaN if any rank has an `error`, and may be NaN
             for other reasons too.
@@ -186,34 +191,28 @@ def agree_where_nan(
     Raises:
         ValueError, TypeError, RuntimeError, OSError: The lowest rank's error.
     """
-    if communicator.world_size == 1 or device.type != "cpu":
+    if among.communicator.world_size == 1 or among.device.type != "cpu":
         if error is not None:
             raise error
     elif bool(result.isnan().all()):
-        agree(communicator, device, subject, [], error)
+        agree(among, subject, [], error)
 
 
-def tell_all(
-    communicator: Communicator,
-    device: torch.device,
-    subject: str,
-    text: str,
-    digest: int,
-    caller: str,
-) -> list[str]:
+def tell_all(among: Meets, subject: str, text: str, digest: int, caller: str) -> list[str]:
     """Returns every rank's `text`, in rank order. Each rank sends nine bytes if no rank has a text.
 
     Raises:
         ValueError: The 64-bit `digest` differs between ranks. All ranks raise it.
     """
+    communicator, flag = among.communicator, bytes([bool(text)])
     if communicator.world_size == 1:
         return [text]
     with NamingFailures(communicator, _COMPARING, Subject(subject), caller):
-        told = communicator.exchange(bytes([bool(text)]) + digest.to_bytes(8, "little"), device)
+        told = communicator.exchange(flag + digest.to_bytes(8, "little"), among.device)
         texts = [""] * communicator.world_size
-        if any(flag[0] for flag in told):
-            texts = exchange_texts(communicator, device, text)
-    digests = [flag[1:].hex() for flag in told]
+        if any(each[0] for each in told):
+            texts = exchange_texts(among, text)
+    digests = [each[1:].hex() for each in told]
     if len(set(digests)) > 1:
         why = {rank: text for rank, text in enumerate(texts) if text}
         raise ValueError(
@@ -224,9 +223,9 @@ def tell_all(
     return texts
 
 
-def exchange_texts(communicator: Communicator, device: torch.device, text: str) -> list[str]:
+def exchange_texts(among: Meets, text: str) -> list[str]:
     """Every rank's text, of any length, in rank order."""
-    payload = text.encode()
+    communicator, device, payload = among.communicator, among.device, text.encode()
     sizes = [
         int.from_bytes(size, "little")
         for size in communicator.exchange(len(payload).to_bytes(8, "little"), device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..comm.agreement import agree
+from ..comm.agreement import Members, agree
 from ..core.collectives import Collective, Conductor, Gather, Straight
 from .conducted import unconducted
 
@@ -21,8 +21,7 @@ class Comparing:
         if isinstance(what, Gather):
             layer = what.layer
             agree(
-                unconducted(layer.communicator),
-                layer.device,
+                Members(unconducted(layer.communicator), layer.device),
                 "the transfers made so far",
                 [layer.log.summary()],
             )

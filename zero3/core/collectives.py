@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from ..comm.agreement import agree
+from ..comm.agreement import Members, agree
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from .full_buffer import Lifetime
@@ -230,11 +230,11 @@ class Agree:
         return "has come to a layer that was not foreseen"
 
     def perform(self) -> None:
-        agree(self.communicator, self.layer.device, self.place, self.words)
+        agree(Members(self.communicator, self.layer.device), self.place, self.words)
 
     def take_part(self) -> None:
         """As a listener."""
-        agree(self.communicator, self.layer.device, "what comes next", None)
+        agree(Members(self.communicator, self.layer.device), "what comes next", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class CompareLogs:
         if self.tells:
             log.tell(self.communicator, device)
         else:
-            agree(self.communicator, device, "the transfers made so far", [log.summary()])
+            agree(Members(self.communicator, device), "the transfers made so far", [log.summary()])
         return True
 
     take_part = perform

@@ -299,7 +299,7 @@ def _plain_step(
     """`step` of `plain`, cast as `sharded` is. The gradients go to `plain`, in its own dtypes."""
     computing = _cast_alike(plain, sharded, places)
     first = states_of(sharded)[0]
-    with agreeing(first.communicator, first.device, "check"):
+    with agreeing(first, "check"):
         value = step(computing)
     gradients = {name: parameter.grad for name, parameter in computing.named_parameters()}
     for name, parameter in plain.named_parameters():

@@ -80,7 +80,7 @@ def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, strict: b
     first = states[0]
     with ExitStack() as opened:
         what = "the files that load_pretrained found"
-        with agreeing(first.communicator, first.device, what, "load_pretrained") as lines:
+        with agreeing(first, what, "load_pretrained") as lines:
             check_released(states, "load_pretrained")
             try:
                 sources = list(_sources(model, path, strict, opened))
@@ -118,7 +118,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
     extra: dict[str, Tensor] = {}
     reader = SliceReader()
     try:
-        with agreeing(first.communicator, first.device, "what load_pretrained filled"):
+        with agreeing(first, "what load_pretrained filled"):
             try:
                 _fill_layers(states, reader, found)
                 values = _new_values(states, reader, found)
@@ -129,7 +129,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
                     f"reading {files.directory} failed: {error}. {remedy}"
                 ) from error
         what = "the buffers that load_pretrained computes"
-        with agreeing(first.communicator, first.device, what) as lines:
+        with agreeing(first, what) as lines:
             computed = initialise(model, states)
             lines += [name for name, _ in computed]
     except Exception:
@@ -143,7 +143,7 @@ def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, f
             first.communicator.broadcast(value)
     for key, value in values.items():
         put(model, found.tensors[key], value)
-    set_extra_states(found.owner, extra, first.communicator, first.device, "load_pretrained")
+    set_extra_states(found.owner, extra, first, "load_pretrained")
     if found.used is not None:
         # from_pretrained notes this too, and save_pretrained reads it
         found.owner._weight_conversions = found.used  # type: ignore[assignment]

@@ -80,7 +80,7 @@ def save_merged(
     """
     first = used_together(model, "save_merged")[0]
     with ExitStack() as opened:
-        with agreeing(first.communicator, first.device, "save_merged") as lines:
+        with agreeing(first, "save_merged") as lines:
             check_dtype(dtype)
             land_steps(states_of(model))
             directory = file_operations.directory_of(path)

@@ -97,7 +97,7 @@ def save_pretrained(
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """
     first = used_together(model, "save_pretrained")[0]
-    with agreeing(first.communicator, first.device, "save_pretrained") as lines:
+    with agreeing(first, "save_pretrained") as lines:
         check_dtype(dtype)
         land_steps(states_of(model))
         directory = file_operations.directory_of(path)
@@ -199,7 +199,7 @@ class Export:
             steps = ("files", self._begin), ("values", self._fill), ("end", self._finish)
             for what, work in steps:
                 subject = f"the {what} of save_pretrained"
-                with agreeing(contents.communicator, contents.device, subject):
+                with agreeing(contents, subject):
                     # rank 0 makes the files and gives them their names
                     if contents.is_first or what == "values":
                         work()

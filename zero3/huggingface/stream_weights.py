@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import check_dtype
-from ..comm.agreement import NOTE_BYTES, agree
+from ..comm.agreement import NOTE_BYTES, Members, agree
 from ..comm.mesh import shards_of
 from ..comm.plain_values import integer, unreadable
 from ..conductors.conducted import unconducted
@@ -128,7 +128,7 @@ def stream_weights(
     except Exception as caught:  # of any kind: the other ranks wait to hear of it
         error = caught
     ranks, note = shards_of(unconducted(first.communicator)), stale.to_bytes(NOTE_BYTES)
-    for each in agree(ranks, first.device, "stream_weights", lines, error, note=note):
+    for each in agree(Members(ranks, first.device), "stream_weights", lines, error, note=note):
         stale |= int.from_bytes(each)
     walk.find(c for number, c in enumerate(stays) if not stale >> number % _NOTED & 1)
     return _Stream(walk, max_bytes, states, first.device)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..comm.agreement import agree, agreeing, exchange_texts
+from ..comm.agreement import Members, agree, agreeing, exchange_texts
 from ..comm.board import by_rank
 from ..comm.factory import communicator_for
 
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 def all_ranks(device: torch.device, subject: str) -> AbstractContextManager[list[str]]:
     """`agreeing` of all ranks: what one raises inside, all raise."""
-    return agreeing(communicator_for(None, device), device, subject)
+    return agreeing(Members(communicator_for(None, device), device), subject)
 
 
 def check_alike(
@@ -28,15 +28,15 @@ def check_alike(
     Raises:
         ValueError: Ranks differ. All of them raise it, and it names each value that differs.
     """
-    communicator = communicator_for(None, device)
-    if communicator.world_size == 1:
+    everyone = Members(communicator_for(None, device), device)
+    if everyone.communicator.world_size == 1:
         return
-    agree(communicator, device, what, [], caller=caller)
+    agree(everyone, what, [], caller=caller)
     own = {
         name: json.dumps(v, skipkeys=True, default=lambda v: type(v).__name__)
         for name, v in values.items()
     }
-    texts = exchange_texts(communicator, device, json.dumps(own))
+    texts = exchange_texts(everyone, json.dumps(own))
     told = [json.loads(text) for text in texts]
     found = {
         name: {rank: each.get(name, "nothing") for rank, each in enumerate(told)}

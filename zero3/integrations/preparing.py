@@ -99,7 +99,7 @@ def refuse_ignored(model: nn.Module) -> None:
     left = ((name, each) for name, each in model.named_parameters() if id(each) in alone)
     trained = [name for name, parameter in left if parameter.requires_grad]
     first, what = states[0], "whether ignored parameters train"
-    with agreeing(first.communicator, first.device, what):
+    with agreeing(first, what):
         if trained:
             raise ValueError(
                 f"ShardingPolicy(ignored=...) leaves {len(trained)} parameters alone that train: "

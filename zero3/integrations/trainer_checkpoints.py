@@ -31,7 +31,7 @@ from ..comm.agreement import exchange_texts
 from ..comm.communicator import Communicator
 from ..comm.factory import communicator_for
 from ..comm.plain_values import decode
-from ..core.layer_state import chunks_of
+from ..core.layer_state import LayerState, chunks_of
 from ..huggingface.load_pretrained import load_pretrained
 from ..huggingface.outputs import has_adapters
 from .alike import all_ranks
@@ -59,7 +59,7 @@ def save(
         "ranks": first.communicator.world_size,
         "holds_what_trains": trained,
     }
-    extra["weights"] = _hashes(checkpoint, first.communicator, first.device)
+    extra["weights"] = _hashes(checkpoint, first)
     save_checkpoint(
         checkpoint / _OURS, model, optimizer, extra=extra, weights=trained, frozen=False
     )
@@ -161,7 +161,7 @@ def _check_sums(path: Path) -> None:
         raise ValueError(f"{path} was changed: {broken} in it has another sum")
 
 
-def _hashes(checkpoint: Path, communicator: Communicator, device: torch.device) -> dict[str, Any]:
+def _hashes(checkpoint: Path, first: LayerState) -> dict[str, Any]:
     """Of the weights' files: name -> bytes, and the hashes of its blocks. Each rank hashes its
     share.
     """
@@ -174,12 +174,12 @@ def _hashes(checkpoint: Path, communicator: Communicator, device: torch.device) 
         (name, number) for name, size in sizes.items() for number in range(-(-size // BLOCK_BYTES))
     ]
     mine = {}
-    for name, number in blocks[communicator.rank :: communicator.world_size]:
+    for name, number in blocks[first.communicator.rank :: first.communicator.world_size]:
         with (checkpoint / name).open("rb") as file:
             file.seek(number * BLOCK_BYTES)
             mine[f"{name}/{number}"] = sha256(file.read(BLOCK_BYTES)).hexdigest()
     found: dict[str, str] = {}
-    for text in exchange_texts(communicator, device, json.dumps(mine)):
+    for text in exchange_texts(first, json.dumps(mine)):
         found |= json.loads(text)
     return {
         name: [size, [found[f"{name}/{number}"] for other, number in blocks if other == name]]

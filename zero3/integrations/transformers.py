@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
-from ..comm.agreement import agree
+from ..comm.agreement import Members, agree
 from ..comm.board import board_for
 from ..comm.factory import communicator_for
 from ..core.sites import become
@@ -426,7 +426,7 @@ class Zero3Mixin(_Base):
         Raises:
             ValueError: Another rank saves, which takes all of them. Every rank raises it.
         """
-        agree(communicator_for(None, self.args.device), self.args.device, "evaluate", [])
+        agree(Members(communicator_for(None, self.args.device), self.args.device), "evaluate", [])
         with self.accelerator.one_of_each_group():
             return super().evaluation_loop(*args, **kwargs)
 

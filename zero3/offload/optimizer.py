@@ -104,7 +104,7 @@ def _turns_of(optimizer: torch.optim.Optimizer, in_backward: bool) -> Turns | No
         return None
     check_process(states)
     states[0].conductor.conduct(Use(states[0], "offload_optimizer"))
-    with agreeing(states[0].communicator, states[0].device, "offload_optimizer"):
+    with agreeing(states[0], "offload_optimizer"):
         if "step" in vars(optimizer):
             raise ValueError(
                 f"the step of this {type(optimizer).__name__} was replaced already, as a "

@@ -93,7 +93,7 @@ class _Parking(AbstractContextManager[None]):
         states = used_between(model, "parked")
         first = self._first = states[0]
         saves_of(first).finish()
-        with agreeing(first.communicator, first.device, "parked") as lines:
+        with agreeing(first, "parked") as lines:
             lines.append("in host memory" if to == "cpu" else "in a file")
             members = [] if optimizer is None else members_of(optimizer)
             _check(states, members)
@@ -120,7 +120,7 @@ class _Parking(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         first = self._first
-        with agreeing(first.communicator, first.device, "the end of parked", "parked"):
+        with agreeing(first, "the end of parked", "parked"):
             self._away.come_back()
         del self._away
         self._refusals.close()

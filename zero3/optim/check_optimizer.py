@@ -104,7 +104,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
     states = used_together(model, "check_optimizer", whole=True)
     tell_of_outsiders(model, states)
     first = states[0]
-    with agreeing(first.communicator, first.device, "check_optimizer") as lines:
+    with agreeing(first, "check_optimizer") as lines:
         members = [member for given in optimizers for member in members_of(given)]
         lines += [line for member in members for line in _options_of(member)]
         for optimizer in members:
@@ -117,7 +117,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
 def check_exact(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     """As `check_optimizer`, for optimizers that hold a part of what the model trains."""
     states = used_together(model, "check_optimizer")
-    with agreeing(states[0].communicator, states[0].device, "check_optimizer"):
+    with agreeing(states[0], "check_optimizer"):
         for optimizer in optimizers:
             _check_maths(states, optimizer, strict=False)
 

@@ -109,7 +109,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
     anywhere = [any(flags) for flags in zip(*everywhere, strict=True)]
     wanted = [each for each, found in zip(trainable, anywhere, strict=True) if found]
     full = {chunk: _gathered(chunk) for chunk in dict.fromkeys(each.chunk for *_, each in wanted)}
-    at_end = writing_at_end(first.communicator, first.device, caller, partial(_write, full))
+    at_end = writing_at_end(first, caller, partial(_write, full))
     with at_end if writeback else nullcontext():
         yield {
             name: view(full[sharded.chunk], sharded.chunk.layout, sharded.index)

@@ -79,7 +79,7 @@ def parameter_norms(
     values = torch.full((len(named),), start, dtype=torch.float64, device=device)
     quantized = [state for state in states if any(chunk.read_only for chunk in state.chunks)]
     if quantized:
-        agree(communicator, states[0].device, "parameter_norms", [f"of={of!r}"], error)
+        agree(states[0], "parameter_norms", [f"of={of!r}"], error)
     alone = ignored_in(model, states)
     ignored = ignored_gradients(states, alone, "parameter_norms")
     if error is None:
@@ -140,8 +140,8 @@ def over_ranks(
     numel = powers.shape[-1] - len(own)
     sums, found = powers[..., :numel], powers[..., numel:]
     if own and found.flatten().tolist() != [each if maximum else each * ranks for each in own]:
-        agree(communicator, first.device, caller, [f"the model of {first.name_among_ranks}"])
-    agree_where_nan(communicator, first.device, caller, sums, error)
+        agree(first, caller, [f"the model of {first.name_among_ranks}"])
+    agree_where_nan(first, caller, sums, error)
     return sums
 
 

@@ -79,7 +79,7 @@ def param_groups(model: nn.Module, options: Options) -> list[dict[str, Any]]:
     """
     states = used_together(model, "param_groups", whole=True)
     first = states[0]
-    with agreeing(first.communicator, first.device, "param_groups") as lines:
+    with agreeing(first, "param_groups") as lines:
         _check(states)
         if not callable(options):
             raise TypeError(

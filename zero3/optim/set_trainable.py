@@ -67,7 +67,7 @@ def set_trainable(model: nn.Module, select: Callable[[str, ParamInfo], bool]) ->
         for chunk in state.chunks
         for slot in chunk.layout.slots
     ]
-    with agreeing(first.communicator, first.device, "set_trainable") as lines:
+    with agreeing(first, "set_trainable") as lines:
         for state in states:
             bring_to_rest(state, "set_trainable")
         asked = _asked(model, states, select)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..access import left_out, only_a_part, used_in_step
-from ..comm.agreement import agree_where_nan
+from ..comm.agreement import Members, agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..conductors.conducted import unconducted
 from ..core.gradient_types import TOKENS, DeferredGradient, WrongCallError
@@ -215,7 +215,7 @@ def weigh(
         communicator, "counting", Subject("the tokens of the micro-batch"), "zero3.backward"
     ):
         communicator.all_reduce(counts)
-    agree_where_nan(communicator, states[0].device, "zero3.backward", counts[3:], error)
+    agree_where_nan(Members(communicator, states[0].device), "zero3.backward", counts[3:], error)
     so_far = counts[2] / counts[3].clamp(min=1)
     total = counts[0] + so_far
     share = torch.where(total == 0, 0, 1 / total)

@@ -117,12 +117,12 @@ def repartition(wanted: Sequence[tuple[Family, list[ChunkLayout]]]) -> None:
     if not wanted:
         return
     first = wanted[0][0].state
-    with agreeing(first.communicator, first.device, "the memory for chunks that are cut anew"):
+    with agreeing(first, "the memory for chunks that are cut anew"):
         made = [_empty_chunks(family, layouts) for family, layouts in wanted]
     for (family, _), chunks in zip(wanted, made, strict=True):
         family.state.release()  # a layer may be kept fetched for its backward
         _fill(family, chunks)
-    agree(first.communicator, first.device, "the gathering of chunks that are cut anew", [])
+    agree(first, "the gathering of chunks that are cut anew", [])
     for (family, _), chunks in zip(wanted, made, strict=True):
         _exchange(family, chunks)
 

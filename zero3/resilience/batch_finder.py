@@ -64,7 +64,7 @@ class BatchFinder:
         why = "it drops what did not fit, as zero3.step_guard"
         refuse_where_nothing_repeats(model, self._states, "BatchFinder", why)
         first = self._states[0]
-        with agreeing(first.communicator, first.device, "BatchFinder") as lines:
+        with agreeing(first, "BatchFinder") as lines:
             if (error := _mistake(batch_size)) is not None:
                 raise error
             lines.append(f"batch_size: {batch_size}")
@@ -106,7 +106,7 @@ class BatchFinder:
             error = ValueError("a batch without rows: every rank needs at least one")
         lines = [f"rows: {numbers}", f"batch_size: {self.batch_size}"]
         place = "the batch of BatchFinder.micro_batches"
-        agree(first.communicator, first.device, place, lines, error, caller="BatchFinder")
+        agree(first, place, lines, error, caller="BatchFinder")
         return self._cut(batch, numbers.pop())
 
     def _cut(self, batch: Any, total: int) -> Iterator[MicroBatch]:

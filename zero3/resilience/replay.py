@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..access import inside_a_layer, left_out, only_a_part, reset, used_together
-from ..comm.agreement import tell_all
+from ..comm.agreement import Members, tell_all
 from ..conductors.conducted import Other, unconducted
 from ..core.collectives import (
     Activity,
@@ -385,8 +385,7 @@ def _gradients(states: list[LayerState]) -> dict[tuple[LayerState, int], tuple[A
 def tell_end(first: LayerState, trouble: Trouble | None) -> list[Trouble | None]:
     """The end of a guarded micro-batch: what every rank tells the others, in rank order."""
     told = tell_all(
-        unconducted(first.communicator),
-        first.device,
+        Members(unconducted(first.communicator), first.device),
         "the end of a guarded micro-batch",
         "" if trouble is None else json.dumps(asdict(trouble)),
         first.log.digest,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..comm.agreement import agree
+from ..comm.agreement import Members, agree
 from ..conductors.conducted import unconducted
 from .attention import finds_positions
 from .parts import Parts, active_parts_of, padded
@@ -127,4 +127,4 @@ def _compare(parts: Parts, batch: Mapping[str, Any], error: Exception | None) ->
             digest.update(flat.view(torch.uint8).numpy().tobytes())
     what = "the batch given to split_sequence by ranks that share sequences (sp)"
     lines = [f"a batch of {digest.hexdigest()[:16]}"]
-    agree(parts.group, root.device, what, lines, error, caller="zero3.split_sequence")
+    agree(Members(parts.group, root.device), what, lines, error, caller="zero3.split_sequence")

@@ -153,7 +153,7 @@ class DynamicOrder:
         all transfers between ranks.
         """
         self._pass_over(self._order.rest(), passes)
-        agree(first.communicator, first.device, "the end of a forward", [first.log.summary()])
+        agree(first, "the end of a forward", [first.log.summary()])
 
     def fail(self, first: LayerState, passes: Passes, error: BaseException) -> None:
         """Called if a pass raises: makes the other ranks' transfers up to the end of the forward,
@@ -164,7 +164,7 @@ class DynamicOrder:
         try:
             self._pass_over(self._order.rest(), passes)
             cause = RuntimeError(f"its forward failed with {type(error).__name__}: {error}")
-            agree(first.communicator, first.device, "the end of a forward", [], cause)
+            agree(first, "the end of a forward", [], cause)
         # the caller raises this rank's own error
         except (RuntimeError, ValueError, TypeError) as told:
             # its frames would form a cycle and keep the forward's tensors alive

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ..comm.agreement import agree
+from ..comm.agreement import Members, agree
 from ..comm.communicator import Communicator
 from ..comm.errors import is_transfer_failure
 from ..core.autograd import checkpoint_around, tensors_in
@@ -94,11 +94,11 @@ class Gate:
     def perform(self) -> list[Message]:
         found = self._exchange(_WORDS.pack(*self.mine, _LAST))
         if _someone_raised(found):
-            agree(self.communicator, _CPU, "the call of a tower", [], self.error)
+            agree(Members(self.communicator, _CPU), "the call of a tower", [], self.error)
         if wrong := _apart(found):
             said = self.lines() if self.mine in wrong else None
             try:
-                agree(self.communicator, _CPU, self.at, said)
+                agree(Members(self.communicator, _CPU), self.at, said)
             except ValueError as error:
                 if not any(each.flags & _TELLS_LAYERS for each in wrong):
                     error.args = (f"{error} {_REMEDY}",)
@@ -108,7 +108,7 @@ class Gate:
     def take_part(self) -> None:
         found = self._exchange(_ABSENT)
         if _someone_raised(found) or _apart(found):
-            agree(self.communicator, _CPU, "what comes next", None)
+            agree(Members(self.communicator, _CPU), "what comes next", None)
 
     def _exchange(self, mine: bytes) -> list[Message]:
         """What the ranks tell that are not absent."""

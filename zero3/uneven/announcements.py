@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.agreement import exchange_texts
+from ..comm.agreement import Members, exchange_texts
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..core.collectives import Collective
@@ -80,7 +80,7 @@ class Announcements:
     def tell(self, text: str) -> list[str]:
         """Every rank's text. All ranks call it, and nobody listens yet."""
         with self._naming:
-            return exchange_texts(self._control, self._device, text)
+            return exchange_texts(Members(self._control, self._device), text)
 
     def _told(self, number: int) -> str:
         if number == self.END:

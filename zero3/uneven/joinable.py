@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..access import inside_a_layer, states_of, used
-from ..comm.agreement import agree
+from ..comm.agreement import Members, agree
 from ..comm.ddp import Joinable, Shadow, still_here
 from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import process_group_of
@@ -143,7 +143,7 @@ class JoinableModel(Joinable):
             f"divide_by_initial_world_size={divide_by_all}",
             *(state.name_among_ranks for state in states),
         ]
-        agree(self._communicator, self._device, "what is to join", lines)
+        agree(Members(self._communicator, self._device), "what is to join", lines)
         self._rounds = JoinCoordinator(
             states,
             runtimes,

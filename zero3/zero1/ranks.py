@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agreement import agree, agreeing
+from ..comm.agreement import Members, agree, agreeing
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import WrongMesh, any_device_of, communicator_for
@@ -109,6 +109,10 @@ class Ranks:
         except (TypeError, WrongMesh) as mistake:
             return cls({device: communicator_for(None, device) for device in devices}), mistake
 
+    @property
+    def members(self) -> Members:
+        return Members(self.first, self.device)
+
     def naming(self, doing: str, what: str, caller: str = "") -> NamingFailures:
         """Context whose errors tell the rank and the purpose of a transfer that fails inside."""
         return NamingFailures(self.first, doing, Subject(what), caller)
@@ -117,7 +121,7 @@ class Ranks:
     def agreeing(self, caller: str = "ZeroRedundancyOptimizer") -> Iterator[list[str]]:
         """`agreeing` of these ranks, about the parameters of the optimizer."""
         what = "the parameters of ZeroRedundancyOptimizer"
-        with agreeing(self.first, self.device, what, caller) as lines, as_values():
+        with agreeing(self.members, what, caller) as lines, as_values():
             yield lines
 
     def roll_call(
@@ -148,7 +152,7 @@ class Ranks:
         heard = {said[rank] for rank in active}
         if len(heard) > 1 or any(each[-1] == _FAILED for each in heard):
             told = None if joined else lines
-            agree(self.first, self.device, "what a step updates", told, error)
+            agree(self.members, "what a step updates", told, error)
             if listing is not None:  # lines are alike, but not what parameters hold
                 with self.naming("comparing with the other ranks", subject):
                     held = self.first.exchange(sums, self.device)
@@ -164,7 +168,7 @@ class Ranks:
             TypeError: JSON can't hold a value. Every rank raises it.
         """
         own = self.index == source
-        with agreeing(self.first, self.device, what):
+        with agreeing(self.members, what):
             payload = bytearray(json.dumps(encode_scalar(values, what)) if own else "", "utf-8")
         size = torch.tensor([len(payload)], device=self.device)
         with self.naming("broadcasting", f"what rank {source} has to tell of {what}"):
