@@ -17,8 +17,8 @@ from .comm.communicator import is_first
 from .comm.factory import divide_alike
 from .conductors.conducted import unconducted
 from .core.autograd import inside_backward
+from .core.chunk_gradient import CallersMistake
 from .core.collectives import Use
-from .core.gradient_types import CallersMistake
 from .core.layer_state import LayerState, check_process
 from .core.parameters import ShardedParameter
 from .guards.calls import transformable

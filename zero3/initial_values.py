@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from .checkpoint.meta_buffers import put
 from .comm.communicator import is_first
 from .core.chunk import Chunk
+from .core.chunk_gradient import each_in
 from .core.flat import split, view
-from .core.gradient_types import each_in
 from .core.layer_state import LayerState
 from .core.parameters import ShardedParameter
 from .core.released import METADATA

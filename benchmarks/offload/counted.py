@@ -57,7 +57,7 @@ def mapped_addresses() -> Iterator[dict[int, int]]:
 
 def is_used(gradient: Tensor) -> bool:
     """Whether it has no values any more, because its chunk is stepped."""
-    from zero3.core.gradient_types import DeferredGradient
+    from zero3.core.chunk_gradient import DeferredGradient
 
     return isinstance(gradient, DeferredGradient)
 

@@ -157,7 +157,7 @@ FAULTS = [
     ),
     Fault(
         "a second micro-batch overwrites",
-        "core/gradient_types.py",
+        "core/chunk_gradient.py",
         "        parameter.grad.add_(gradient)",
         "        parameter.grad.copy_(gradient)",
         "core/no_sync",

@@ -14,9 +14,7 @@ from torch.autograd.graph import Node
 
 from ..comm.communicator import Communicator
 from .chunk import Chunk, Part
-from .flow import Among, Flow, Travelling
-from .gradient_buffer import GradientBuffer
-from .gradient_types import (
+from .chunk_gradient import (
     TOKENS,
     DeferredGradient,
     DefersReductions,
@@ -26,6 +24,8 @@ from .gradient_types import (
     note_tokens,
     scale_gradient,
 )
+from .flow import Among, Flow, Travelling
+from .gradient_buffer import GradientBuffer
 from .reached import Reached, Unreached
 
 __all__: list[str] = []

@@ -17,9 +17,9 @@ from ..comm.log import TransferLog
 from .account import Account
 from .autograd import inside_backward, profiler_label
 from .chunk import Chunk
+from .chunk_gradient import DeferredGradient
 from .collectives import Conductor, Fetch, Gather, Wraps, without
 from .full_buffer import Lifetime
-from .gradient_types import DeferredGradient
 from .ignored import IgnoredGradient
 from .layer_chunks import LayerChunks
 from .layer_gradients import LayerGradients

@@ -19,8 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..comm.communicator import is_first
 from ..comm.ring import OUTSIDE, STEP
+from ..core.chunk_gradient import reduce_deferred
 from ..core.collectives import Use
-from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from ..policy import shards_gradients
 from .marks import Owner, ignored_by, state_of

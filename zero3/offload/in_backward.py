@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..core.gradient_types import CallersMistake, DeferredGradient
+from ..core.chunk_gradient import CallersMistake, DeferredGradient
 from ..guards.marks import Owner, state_of
 from ..optim.several import held_by
 from ..stores.files import Files

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..comm.agreement import agreeing
+from ..core.chunk_gradient import reduce_deferred
 from ..core.collectives import Use
-from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import check_process
 from ..guards.optimizer_steps import layers_stepped_by
 from ..optim.several import held_by, members_of

@@ -25,10 +25,10 @@ from ..comm.mesh import shards_of
 from ..comm.streams import give_cache_back
 from ..conductors.conducted import unconducted
 from ..core.autograd import as_plain_tensors, tensors_in
+from ..core.chunk_gradient import DeferredGradient
 from ..core.collectives import Collective
 from ..core.flat import not_a_number
 from ..core.full_buffer import MovableMemory
-from ..core.gradient_types import DeferredGradient
 from ..core.layer_state import LayerState, accounts_of, chunks_of, ignored_of, parts_of
 from ..door import Door, used_between
 from ..optim.several import held_by, members_of

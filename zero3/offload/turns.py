@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..core.chunk import Chunk
-from ..core.gradient_types import DeferredGradient
+from ..core.chunk_gradient import DeferredGradient
 from ..guards.marks import StateMemory, state_of
 from ..guards.optimizer_steps import layers_stepped_by
 from ..guards.unreached import left_alone

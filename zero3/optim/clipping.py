@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..access import used_in_step, used_together
 from ..comm.streams import on_device
-from ..core.gradient_types import reduce_deferred
+from ..core.chunk_gradient import reduce_deferred
 from ..core.layer_state import LayerState, ignored_of, parts_of
 from .gradients_in_files import gradients_in_files, norms_in_files, scale_in_files
 from .norms import gradients_to_measure, ignored_gradients, ignored_in, over_ranks

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..comm.errors import NamingFailures, Subject
 from ..core.autograd import as_plain_tensors
+from ..core.chunk_gradient import reduce_deferred
 from ..core.collectives import Use
-from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState
 from ..guards.marks import ignored_by, state_of
 from ..stores.untouched import touch

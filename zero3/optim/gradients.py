@@ -13,8 +13,8 @@ from ..access import agree_on_layers, used, used_together
 from ..comm.agreement import writing_at_end
 from ..comm.communicator import is_first
 from ..core.chunk import Chunk
+from ..core.chunk_gradient import reduce_deferred
 from ..core.flat import split, view
-from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState, parts_of
 from ..core.parameters import ShardedParameter
 from .norms import reaching, slice_of

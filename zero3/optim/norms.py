@@ -17,8 +17,8 @@ from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import IDENTITY_BYTES
 from ..core.account import Account
 from ..core.chunk import Chunk
+from ..core.chunk_gradient import NotReducedError, reduce_deferred
 from ..core.flat import view
-from ..core.gradient_types import NotReducedError, reduce_deferred
 from ..core.ignored import IgnoredGradient
 from ..core.layer_state import LayerState, chunks_of, ignored_of, parts_of
 from ..core.parameters import ShardedParameter

@@ -16,7 +16,7 @@ from ..access import left_out, only_a_part, used_in_step
 from ..comm.agreement import Members, agree_where_nan
 from ..comm.errors import NamingFailures, Subject
 from ..conductors.conducted import unconducted
-from ..core.gradient_types import TOKENS, DeferredGradient, WrongCallError
+from ..core.chunk_gradient import TOKENS, DeferredGradient, WrongCallError
 from ..core.layer_state import LayerState, accounts_of, ignored_of
 
 __all__: list[str] = []

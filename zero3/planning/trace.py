@@ -20,8 +20,8 @@ from ..comm.plain_values import name_of
 from ..conductors.conducted import Through
 from ..core.autograd import as_plain_tensors, inside_backward
 from ..core.chunk import Chunk
+from ..core.chunk_gradient import reduce_deferred
 from ..core.collectives import Collective, Fetch, Gather, Look, Reduce
-from ..core.gradient_types import reduce_deferred
 from ..core.layer_state import LayerState, accounts_of, chunks_of
 from ..experts.at_home import AtHome
 from ..faces.quantised import weight_of

@@ -23,6 +23,7 @@ from torch import nn
 from ..access import inside_a_layer, left_out, only_a_part, reset, used_together
 from ..comm.agreement import Members, tell_all
 from ..conductors.conducted import Other, unconducted
+from ..core.chunk_gradient import WrongCallError
 from ..core.collectives import (
     Activity,
     Agree,
@@ -33,7 +34,6 @@ from ..core.collectives import (
     Look,
     Round,
 )
-from ..core.gradient_types import WrongCallError
 from ..core.layer_state import LayerState, accounts_of, chunks_of
 from ..core.schedule import ForwardOrder
 from ..layer import layers_of, runtimes_in

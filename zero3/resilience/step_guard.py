@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..comm.errors import is_transfer_failure
-from ..core.gradient_types import CallersMistake
+from ..core.chunk_gradient import CallersMistake
 from .replay import CollectiveReplay
 
 __all__: list[str] = []

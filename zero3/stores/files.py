@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..core.chunk import Chunk, Part
+from ..core.chunk_gradient import DeferredGradient
 from ..core.flow import Add, Travelling
 from ..core.gradient_buffer import GradientBuffer
-from ..core.gradient_types import DeferredGradient
 from ..scratch.mapped_files import MappedFiles
 from ..scratch.nameless_file import GrowingFile
 from .resting import Keeping, watch_values

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..comm.streams import OnHost, Pending
 from ..core.autograd import as_plain_tensors
 from ..core.chunk import Chunk, Store
+from ..core.chunk_gradient import SEEN_WITHOUT_VALUES, each_in
 from ..core.flow import Travelling
 from ..core.gradient_buffer import GradientBuffer
-from ..core.gradient_types import SEEN_WITHOUT_VALUES, each_in
 from ..core.sites import become
 
 __all__: list[str] = []

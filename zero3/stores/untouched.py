@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..core.autograd import around_accumulation, as_plain_tensors
-from ..core.gradient_types import SEEN_WITHOUT_VALUES, DeferredGradient
+from ..core.chunk_gradient import SEEN_WITHOUT_VALUES, DeferredGradient
 from ..core.sites import become
 from ..slices import WholeGradient
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.gradient_types import DeferredGradient
+from ..core.chunk_gradient import DeferredGradient
 from ..core.layer_state import LayerState, accounts_of, parts_of
 
 __all__: list[str] = []

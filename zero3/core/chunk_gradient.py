@@ -1,4 +1,4 @@
-"""A chunk's gradient while a part of it is kept unreduced, and how gradients accumulate."""
+"""A chunk's gradient: how it grows, and what stands for it while a part of it is kept unreduced."""
 
 from __future__ import annotations
 
