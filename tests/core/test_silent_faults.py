@@ -249,3 +249,22 @@ def test_another_layers_parameter_used_in_a_forward_is_a_named_error(stage: Any,
                 model(batch(group.rank, 0))
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("operation", [torch.cat, lambda gradients: torch._foreach_add(gradients, 1.0)], ids=["cat", "foreach"])
+def test_an_operation_on_reduced_and_on_kept_gradients_is_refused(operation: Any, turned: bool) -> None:
+    """Whichever comes first among its arguments. It read what stands for the gradients that are kept."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = two_layers()
+        zero3.shard(model, list(model), process_group=group)
+        with zero3.no_sync(model[1]):
+            model(batch(group.rank, 0)).sum().backward()
+        gradients = [chunk.grad for chunk in zero3.get_trainable_chunk(model)]
+        with pytest.raises(RuntimeError, match=r"this gradient is not known yet.*zero3\.reduce_gradients"):
+            operation(gradients[::-1] if turned else gradients)
+        zero3.reduce_gradients(model)
+        assert operation([chunk.grad for chunk in zero3.get_trainable_chunk(model)]) is not None
+
+    run_ranks(2, body)

@@ -72,6 +72,7 @@ class DeferredGradient(Tensor):
     gradient first.)
     """
 
+    zero3_stands_in = True  # for values that are not in its memory
     zeroed: bool  # whether it is zeroed, or detached, which `zero_grad` does before it zeroes
     # a weak reference, which does not keep a deleted model alive
     layer: Callable[[], DefersReductions | None]

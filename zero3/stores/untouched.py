@@ -19,7 +19,6 @@ from torch.autograd.graph import Node
 from ..core.autograd import around_accumulation, as_plain_tensors
 from ..core.chunk_gradient import SEEN_WITHOUT_VALUES, DeferredGradient
 from ..core.sites import become
-from ..slices import WholeGradient
 
 __all__: list[str] = []
 
@@ -42,15 +41,14 @@ class Landed:
     factor: Tensor | None = None  # 0-dim: what the values are still to be multiplied by
 
 
-class UntouchedGradient(WholeGradient):
+class UntouchedGradient(Tensor):
     """It is made by switching a gradient's class. If anything asks for its values, it is that
     gradient again, scaled.
 
-    While it is to be scaled, its memory shows nan, for what reads memory without asking. It is the
-    last of the classes of gradients, because of an operation's arguments torch asks a subclass
-    first: the others would take its memory for its values.
+    While it is to be scaled, its memory shows nan, for what reads memory without asking.
     """
 
+    zero3_stands_in = True  # for the values that it will have
     landed: Landed
 
     @classmethod
