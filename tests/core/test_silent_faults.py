@@ -268,3 +268,43 @@ def test_an_operation_on_reduced_and_on_kept_gradients_is_refused(operation: Any
         assert operation([chunk.grad for chunk in zero3.get_trainable_chunk(model)]) is not None
 
     run_ranks(2, body)
+
+
+KEPT: dict[str, Any] = {  # what is done to a gradient that is kept
+    "a keyword": lambda kept: torch.add(input=torch.ones(kept.shape, dtype=kept.dtype), other=kept),
+    "out": lambda kept: torch.add(torch.ones(kept.shape, dtype=kept.dtype), 1.0, out=kept),
+    "foreach by keyword": lambda kept: torch._foreach_add(self=[kept], scalar=1.0),
+    "another class": lambda kept: kept.as_subclass(Tensor).clone(),
+    "its memory": lambda kept: torch.tensor(kept),  # asks nobody
+}
+
+
+@pytest.mark.parametrize("how", KEPT)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
+def test_whoever_reads_a_kept_gradient_gets_it_reduced_or_an_error_or_nan(how: str, stage: Any) -> None:
+    """At stage 1 the first read reduces; under `no_sync` it is an error. What reads memory without asking finds no number."""
+
+    def body(group: ThreadCommunicator) -> Tensor | None:
+        model = two_layers()
+        zero3.shard(model, list(model), policy=ShardingPolicy(stage=stage), process_group=group)
+        with zero3.no_sync(model) if stage == 3 else nullcontext():
+            model(batch(group.rank, 0)).sum().backward()
+        kept: Any = zero3.get_trainable_chunk(model)[0].grad
+        if how == "its memory":
+            assert KEPT[how](kept).isnan().all()
+            return None
+        if stage == 1:
+            KEPT[how](kept)
+            return kept if how != "out" else None
+        with pytest.raises(RuntimeError, match="this gradient is not known yet"):
+            KEPT[how](kept)
+        zero3.reduce_gradients(model)
+        return kept
+
+    found = run_ranks(2, body)
+    plain = two_layers()
+    plain_mean_gradients(plain, [plain(batch(rank, 0)).sum() for rank in range(2)])
+    if all(each is not None for each in found):
+        expected = torch.cat([parameter.grad.flatten() for parameter in (plain[0].weight, plain[0].bias)])
+        assert torch.allclose(torch.cat([each.as_subclass(Tensor) for each in found])[:30], expected, rtol=1e-12)

@@ -21,6 +21,7 @@ from .chunk_gradient import (
     accumulate,
     accumulate_beside,
     has_hooks,
+    no_values_for,
     note_tokens,
     scale_gradient,
 )
@@ -385,8 +386,7 @@ class Account:
             parameter = part.parameter
             if parameter.requires_grad and not isinstance(parameter.grad, DeferredGradient):
                 if self._guard.nothing is None:
-                    dtype = parameter.grad_dtype
-                    self._guard.nothing = torch.zeros((), dtype=dtype, device=parameter.device)
+                    self._guard.nothing = no_values_for(parameter)
                 parameter.grad = DeferredGradient.like(
                     parameter, weakref.ref(layer), self._guard.nothing
                 )

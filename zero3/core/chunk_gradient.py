@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .autograd import around_accumulation, as_plain_tensors, make_subclass, zero_together
+from .flat import not_a_number
 from .sites import become
 
 __all__: list[str] = []
+
+_T = TypeVar("_T", bound=Tensor)
 
 SEEN_WITHOUT_VALUES = frozenset(
     {
@@ -92,7 +95,7 @@ class DeferredGradient(Tensor):
         memory for it, which nobody reads. `stands_in`: the one that is there will come back.
         """
         if nothing is None:
-            nothing = torch.zeros((), dtype=parameter.grad_dtype, device=parameter.device)
+            nothing = no_values_for(parameter)
         # as_subclass would make a view of `nothing`. `data`: it has a version of its own
         deferred: DeferredGradient = make_subclass(cls, nothing.expand(parameter.shape).data)
         deferred.zeroed, deferred.layer = False, layer
@@ -158,6 +161,11 @@ class DeferredGradient(Tensor):
         else:
             parameter.grad = self.earlier
 
+    def as_subclass(self, cls: type[_T]) -> _T:
+        """As torch's, which asks no `__torch_function__`."""
+        self.reduce_now()
+        return self.as_subclass(cls)
+
     @classmethod
     def __torch_function__(
         cls,
@@ -176,10 +184,16 @@ class DeferredGradient(Tensor):
         if func in (Tensor.requires_grad_, Tensor.detach_):
             args[0].zeroed = True
         if func not in SEEN_WITHOUT_VALUES and not (func is _IS_SPARSE and args[0].zeroed):
-            next(each for each in each_in(args) if isinstance(each, cls)).reduce_now()
+            given = each_in([*args, *(kwargs or {}).values()])
+            next(each for each in given if isinstance(each, cls)).reduce_now()
             return func(*args, **(kwargs or {}))
         with as_plain_tensors():
             return func(*args, **(kwargs or {}))
+
+
+def no_values_for(parameter: Tensor) -> Tensor:
+    """What a deferred gradient shows of itself to whoever reads memory without asking."""
+    return not_a_number(parameter.grad_dtype or parameter.dtype, parameter.device)
 
 
 def accumulate_beside(
