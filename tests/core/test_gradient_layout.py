@@ -102,6 +102,24 @@ def test_small_gradients_and_all_trailers_are_one_copy(slots: int, last: int, ho
     assert all(torch.equal(rank[-3:], (torch.arange(3) < slots).float()) for rank in full.view(4, -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_what_is_copied_together_has_one_dtype(slots: int, dtype: torch.dtype) -> None:
+    """Trailers too, where gradients come in another dtype than the buffer's: else each would be a kernel of its own."""
+    layout = ChunkLayout.build([("a", (40, 3)), ("b", (16,)), ("c", (5,))], 4)
+    buffer = GradientBuffer(GradientLayout(layout, 3), torch.float32, torch.device("cpu"), torch.ones(3))
+    expected = torch.zeros(layout.padded_numel)
+    for number, slot in enumerate(layout.slots[:slots]):
+        gradient = torch.randn(slot.shape).to(dtype)
+        expected[slot.offset : slot.stop] = gradient.flatten()
+        buffer.add(number, gradient)
+    with patch.object(gradient_buffer, "copy_together", wraps=gradient_buffer.copy_together) as copies:
+        full = buffer.complete().view(4, -1)
+    assert [{each.dtype for each in call.args[1]} for call in copies.call_args_list] == [{dtype}]
+    assert full.dtype == torch.float32 and torch.equal(full[:, :-3].flatten(), expected)
+    assert torch.equal(full[:, -3:], (torch.arange(3) < slots).float().expand(4, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("around", [torch.float16, torch.bfloat16])
 def test_autocast_around_a_backward_changes_no_buffer(around: torch.dtype, dtype: torch.dtype) -> None:

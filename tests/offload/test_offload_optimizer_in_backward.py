@@ -149,3 +149,22 @@ def test_in_backward_refuses_what_reads_gradients(world_size: int, tmp_path: Pat
             step(model, Turn(group.rank, 2, group.world_size))
 
     run_ranks(world_size, body)
+
+
+@WORLDS
+def test_in_backward_refuses_the_backward_of_a_forward_before_the_step(world_size: int, tmp_path: Path) -> None:
+    """Its graph holds values that the first backward has stepped. The error comes before anything is computed with the new ones."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = wrapped(group, tmp_path, mlp())
+        made = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+        optimizer = zero3.offload_optimizer(made, in_backward=True)
+        first, second = (model(Turn(group.rank, number, world_size).tensor(3, WIDTH)).pow(2).sum() for number in range(2))
+        first.backward()
+        stepped = values_of(model)
+        with pytest.raises(RuntimeError, match=r"layer .* got a second gradient before optimizer\.step.*no_sync"):
+            second.backward()
+        assert same(values_of(model), stepped)
+        optimizer.step()
+
+    run_ranks(world_size, body)
