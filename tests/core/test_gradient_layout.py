@@ -115,7 +115,7 @@ def test_what_is_copied_together_has_one_dtype(slots: int, dtype: torch.dtype) -
         gradient = torch.randn(slot.shape).to(dtype)
         expected[slot.offset : slot.stop] = gradient.flatten()
         buffer.add(number, gradient)
-    with patch.object(gradient_buffer, "copy_together", wraps=gradient_buffer.copy_together) as copies:
+    with patch.object(gradient_buffer, "copy_together", wraps=torch._foreach_copy_) as copies:
         full = buffer.complete().view(4, -1)
     assert [{each.dtype for each in call.args[1]} for call in copies.call_args_list] == [{dtype}]
     assert full.dtype == torch.float32 and torch.equal(full[:, :-3].flatten(), expected)

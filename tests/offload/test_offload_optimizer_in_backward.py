@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zero3
 from tests.support.models import WIDTH, WORLDS, linear, mlp, seeded, step
-from tests.support.offloaded import MAKES, backward, groups_of, same, same_bits, small, state_of, trained, values_of, wrapped
+from tests.support.offloaded import MAKES, backward, groups_of, in_files, same, same_bits, small, state_of, trained, values_of, wrapped
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_close
 
@@ -94,6 +94,26 @@ def test_gradients_are_few_in_backward(tmp_path: Path) -> None:
     optimizer.step()
     assert same(values_of(model), stepped)
     assert all(chunk.grad is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+@WORLDS
+def test_in_backward_puts_no_gradient_into_a_file(world_size: int, in_backward: bool, tmp_path: Path) -> None:
+    """Each is read before the next one lands. Without it all are in files until the step."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model, seen = wrapped(group, tmp_path), list[bool]()
+        for chunk in zero3.get_trainable_chunk(model):
+            chunk.register_post_accumulate_grad_hook(lambda leaf: seen.append(in_files([leaf.grad.as_subclass(Tensor)])))
+        made = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+        optimizer = zero3.offload_optimizer(made, in_backward=in_backward)
+        for number in range(2):
+            step(model, Turn(group.rank, number, world_size))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert seen == [not in_backward] * len(seen) and seen
+
+    run_ranks(world_size, body)
 
 
 @pytest.mark.parametrize("policy", [{}, {"stage": 2}, {"reshard_after_forward": False}, {"prefetch_depth": 2}], ids=str)

@@ -390,6 +390,39 @@ def test_an_attention_of_the_registry_sees_its_own_name() -> None:
     assert {name for name, *_ in names} == {"mine"} and len(names) == 2 * 2 * 2
 
 
+def test_an_attention_gets_positions_of_whole_sequences_where_the_model_gives_it_any() -> None:
+    """As in one plain process: here the second block gives none."""
+    found = list[Any]()
+
+    def asked(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kw: Any) -> Any:
+        found.append((module.layer_idx, kw.get("position_ids")))
+        return t.AttentionInterface()["sdpa"](module, query, key, value, mask, **kw)
+
+    def model() -> Any:
+        model = made(attention="asked")
+        model.model.layers[1].self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {name: value for name, value in kwargs.items() if name != "position_ids"}), with_kwargs=True
+        )
+        return model
+
+    t.AttentionInterface.register("asked", asked)
+    t.AttentionMaskInterface.register("asked", t.AttentionMaskInterface()["sdpa"])
+    models = [model() for _ in range(2)]
+    model()(input_ids=batch(0, 9)["input_ids"], use_cache=False)
+    (_, whole), (_, none) = found
+    assert whole.tolist() == [list(range(9))] and none is None
+    found.clear()
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group)
+        part = zero3.split_sequence(mine, batch(0, 9))
+        mine(input_ids=part["input_ids"], position_ids=part["position_ids"])
+
+    run_parts(1, 2, body)
+    assert len(found) == 4
+    assert all(torch.equal(given, whole.expand_as(given)) if layer == 0 else given is None for layer, given in found)
+
+
 def test_an_attention_that_is_registered_after_the_model_was_sharded_is_called() -> None:
     """In the place of the one before; under another name, nobody exchanges."""
     calls = []
