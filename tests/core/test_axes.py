@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,9 +134,10 @@ def test_a_gather_whose_start_fails_fills_no_full_buffer(error: type[BaseExcepti
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_of_two_loads_inside_full_params_the_second_one_counts(world_size: int) -> None:
-    """For quantised parameters too, whose values are shown beside their codes."""
+def test_of_two_loads_inside_full_params_the_second_one_counts(world_size: int, inference: bool) -> None:
+    """For quantised parameters too, whose values are shown beside their codes. `inference`: they are first shown in inference mode."""
 
     torch.manual_seed(0)  # here: threads would draw from one generator
     loads = [{f"0.{name}": torch.randn_like(value) for name, value in nn.Linear(64, 64).state_dict().items()} for _ in range(2)]
@@ -143,7 +145,9 @@ def test_of_two_loads_inside_full_params_the_second_one_counts(world_size: int) 
     def body(group: ThreadCommunicator) -> Tensor:
         layer = nn.Linear(64, 64).requires_grad_(False)
         model = zero3.shard(nn.Sequential(layer), nn.Linear, policy=ShardingPolicy(quantize=NF4()), process_group=process_group(group))
-        with zero3.full_params(model):
+        with ExitStack() as stack:
+            with torch.inference_mode(inference):
+                stack.enter_context(zero3.full_params(model))
             for load in loads:
                 zero3.load_full_state_dict(model, load)
         return zero3.full_state_dict(model, rank0_only=False)["0.weight"]

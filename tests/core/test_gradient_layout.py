@@ -14,6 +14,7 @@ from zero3.core import layout as core_layout
 from zero3.core.gradient_buffer import GradientBuffer
 from zero3.core.layout import ChunkLayout, GradientLayout, side_by_side
 
+numbers = st.sets(st.integers(0, 5))
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
@@ -29,7 +30,7 @@ def layouts(draw: st.DrawFn) -> ChunkLayout:
 
 
 @given(
-    layout=layouts(), trailer=st.integers(0, 7), came=st.sets(st.integers(0, 5)), second=st.sets(st.integers(0, 5)),
+    layout=layouts(), trailer=st.integers(0, 7), came=numbers | st.just(set(range(6))), second=numbers | st.just(set()),
     few=st.sampled_from([0, 5, 128]), small=st.sampled_from([0, 6, 2**22]),
 )  # fmt: skip
 def test_a_gradient_buffer_has_each_slice_and_behind_it_which_slots_came(
@@ -54,6 +55,7 @@ def has_each_slice(layout: ChunkLayout, trailer: int, came: set[int], second: se
             buffer.add(number, shaped.mT.contiguous().mT if len(slot.shape) > 1 and number % 2 else shaped)
             expected[slot.offset : slot.stop] += gradient
     full = buffer.complete()
+    assert len(buffer.held) == 1 and buffer.held[0] is full, "autograd's gradients are kept beside the buffer"
     assert full.numel() == layout.padded_numel + layout.world_size * trailer
     bounds = buffer.layout.bounds
     for rank in range(layout.world_size):
@@ -100,6 +102,24 @@ def test_small_gradients_and_all_trailers_are_one_copy(slots: int, last: int, ho
         full = buffer.complete()
     assert copies.call_count == 1 and buffer.written == set(range(slots))
     assert all(torch.equal(rank[-3:], (torch.arange(3) < slots).float()) for rank in full.view(4, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_what_is_copied_together_has_one_dtype(slots: int, dtype: torch.dtype) -> None:
+    """Trailers too, where gradients come in another dtype than the buffer's: else each would be a kernel of its own."""
+    layout = ChunkLayout.build([("a", (40, 3)), ("b", (16,)), ("c", (5,))], 4)
+    buffer = GradientBuffer(GradientLayout(layout, 3), torch.float32, torch.device("cpu"), torch.ones(3))
+    expected = torch.zeros(layout.padded_numel)
+    for number, slot in enumerate(layout.slots[:slots]):
+        gradient = torch.randn(slot.shape).to(dtype)
+        expected[slot.offset : slot.stop] = gradient.flatten()
+        buffer.add(number, gradient)
+    with patch.object(gradient_buffer, "copy_together", wraps=torch._foreach_copy_) as copies:
+        full = buffer.complete().view(4, -1)
+    assert [{each.dtype for each in call.args[1]} for call in copies.call_args_list] == [{dtype}]
+    assert full.dtype == torch.float32 and torch.equal(full[:, :-3].flatten(), expected)
+    assert torch.equal(full[:, -3:], (torch.arange(3) < slots).float().expand(4, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])

@@ -344,6 +344,38 @@ def test_what_it_costs(world_size: int) -> None:
         assert live.now == formula.chunks + sum(formula.G)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@WORLDS
+def test_a_gradient_that_a_caller_holds_is_the_one_that_is_added_to(world_size: int, dtype: torch.dtype) -> None:
+    """Also one that was not reduced yet when the caller took it. What the caller does to it counts for what comes later, as in plain torch.
+    In float32 sums have a dtype of their own, `reduce_dtype`, and are rounded.
+    """
+    plain = mlp().to(dtype)
+    for number in range(3):
+        for rank in range(world_size):
+            (plain(batch(Turn(rank, 0, world_size), number).to(dtype)).pow(2).sum() / world_size).backward()
+        for parameter in plain.parameters() if number else ():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+    def body(model: Any, group: ThreadCommunicator) -> None:
+        turn, chunks, held = Turn(group.rank, 0, world_size), zero3.get_trainable_chunk(model), list[Any]()
+        for number in range(3):
+            with nullcontext() if number else zero3.no_sync(model):
+                model(batch(turn, number).to(dtype)).pow(2).sum().backward()
+            held = held or [chunk.grad for chunk in chunks]
+            assert all(chunk.grad is mine for chunk, mine in zip(chunks, held, strict=True))
+            for gradient in held if number else ():
+                gradient.mul_(0.5)
+        assert_close(full_gradients(model, group), wanted, 1e-5 if dtype == torch.float32 else TOLERANCE, "gradients")
+
+    def shard(model: nn.Module, group: Any, policy: Any) -> nn.Module:
+        return in_sequence(model, group, zero3.ShardingPolicy(reduce_dtype=torch.float64))
+
+    on_ranks(world_size, lambda: mlp().to(dtype), body, shard)
+
+
 def test_nothing_sharded_is_an_error() -> None:
     with pytest.raises(ValueError, match="is sharded"), zero3.no_sync(nn.Linear(2, 2)):
         pass

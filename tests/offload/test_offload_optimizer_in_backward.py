@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zero3
 from tests.support.models import WIDTH, WORLDS, linear, mlp, seeded, step
-from tests.support.offloaded import MAKES, backward, groups_of, same, same_bits, small, state_of, trained, values_of, wrapped
+from tests.support.offloaded import MAKES, backward, groups_of, in_files, same, same_bits, small, state_of, trained, values_of, wrapped
 from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import TOLERANCE, Turn, assert_close
 
@@ -96,6 +96,26 @@ def test_gradients_are_few_in_backward(tmp_path: Path) -> None:
     assert all(chunk.grad is None for chunk in chunks)
 
 
+@pytest.mark.parametrize("in_backward", [True, False])
+@WORLDS
+def test_in_backward_puts_no_gradient_into_a_file(world_size: int, in_backward: bool, tmp_path: Path) -> None:
+    """Each is read before the next one lands. Without it all are in files until the step."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model, seen = wrapped(group, tmp_path), list[bool]()
+        for chunk in zero3.get_trainable_chunk(model):
+            chunk.register_post_accumulate_grad_hook(lambda leaf: seen.append(in_files([leaf.grad.as_subclass(Tensor)])))
+        made = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+        optimizer = zero3.offload_optimizer(made, in_backward=in_backward)
+        for number in range(2):
+            step(model, Turn(group.rank, number, world_size))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert seen == [not in_backward] * len(seen) and seen
+
+    run_ranks(world_size, body)
+
+
 @pytest.mark.parametrize("policy", [{}, {"stage": 2}, {"reshard_after_forward": False}, {"prefetch_depth": 2}], ids=str)
 @WORLDS
 def test_in_backward_trains_through_two_forwards_if_each_chunk_lands_once(
@@ -147,5 +167,24 @@ def test_in_backward_refuses_what_reads_gradients(world_size: int, tmp_path: Pat
         step(model, Turn(group.rank, 1, group.world_size))
         with pytest.raises(RuntimeError, match=r"layer .* got a second gradient before optimizer\.step"):
             step(model, Turn(group.rank, 2, group.world_size))
+
+    run_ranks(world_size, body)
+
+
+@WORLDS
+def test_in_backward_refuses_the_backward_of_a_forward_before_the_step(world_size: int, tmp_path: Path) -> None:
+    """Its graph holds values that the first backward has stepped. The error comes before anything is computed with the new ones."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = wrapped(group, tmp_path, mlp())
+        made = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=0.1)
+        optimizer = zero3.offload_optimizer(made, in_backward=True)
+        first, second = (model(Turn(group.rank, number, world_size).tensor(3, WIDTH)).pow(2).sum() for number in range(2))
+        first.backward()
+        stepped = values_of(model)
+        with pytest.raises(RuntimeError, match=r"layer .* got a second gradient before optimizer\.step.*no_sync"):
+            second.backward()
+        assert same(values_of(model), stepped)
+        optimizer.step()
 
     run_ranks(world_size, body)

@@ -276,6 +276,25 @@ def test_parts_refuse_wrong_calls(call: Any, match: str) -> None:
     refused(made, call, match)
 
 
+def wrapping() -> Any:
+    """Of a forward that passes on what it has no name for."""
+    model = made()
+    plain = type(model).forward
+
+    def forward(self: Any, input_ids: Any = None, *rest: Any, **named: Any) -> Any:
+        return plain(self, input_ids, *rest, **named)
+
+    model.__class__ = type("Wrapping", (type(model),), {"forward": forward})
+    return model
+
+
+def test_arguments_without_names_are_read_by_their_names_or_refused() -> None:
+    """None of them is dropped: here a mask and labels."""
+    ids, mask = batch(0, 4)["input_ids"], torch.ones(2, 4, dtype=torch.int64)
+    refused(wrapping, lambda m, g: m(ids, mask), "by name")
+    refused(made, lambda m, g: m(ids, mask, None, None, None, ids), "split_sequence")
+
+
 def test_a_model_of_ones_own_that_is_called_without_a_part_is_refused() -> None:
     refused(own, lambda m, g: m(torch.tensor([1, 2])), r"without a tensor \[B, part, \.\.\.\]")
 
@@ -306,6 +325,49 @@ def test_models_that_count_in_their_part_are_refused(config: Any, match: str) ->
     check_model(made(), 2)
 
 
+def attention_with(name: str, module: nn.Module) -> Any:
+    """Beside its linear layers."""
+    model = made()
+    model.model.layers[1].self_attn.add_module(name, module)
+    return model
+
+
+def with_config(**changes: Any) -> Any:
+    model = made()
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def with_a(name: str) -> Any:
+    """A module of a class of that name."""
+    model = made()
+    model.model.add_module("other", type(name, (nn.Module,), {})())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (lambda: attention_with("mix", nn.Conv1d(8, 8, 2)), r"'model\.layers\.1\.self_attn' mixes .*Conv1d"),
+        (lambda: attention_with("relative_attention_bias", nn.Embedding(4, 4)), r"'model\.layers\.1\.self_attn' has position biases"),
+        (lambda: with_config(position_embedding_type="alibi"), "alibi"),
+        (lambda: with_a("SomeIndexer"), "indexer"),
+        (lambda: with_a("SomeGatedDeltaNet"), "SomeGatedDeltaNet goes from token to token"),
+        *(
+            (lambda kind=kind: with_config(layer_types=["full_attention", kind]), f"{kind} goes from token to token")
+            for kind in ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
+        ),
+        (lambda: with_config(rope_parameters={"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}}), "dynamic"),
+        (lambda: with_config(rope_parameters={"type": "longrope"}), "longrope"),
+    ],
+)
+def test_what_sees_more_than_a_part_is_refused(model: Any, match: str) -> None:
+    """Wherever it stands in a model that is divided without it."""
+    with pytest.raises(ValueError, match=match):
+        check_model(model(), 2)
+
+
 def test_an_attention_of_the_registry_sees_its_own_name() -> None:
     """Inside of parts and outside of them: some look a kernel up by it."""
     names = []
@@ -326,6 +388,39 @@ def test_an_attention_of_the_registry_sees_its_own_name() -> None:
 
     run_parts(1, 2, body)
     assert {name for name, *_ in names} == {"mine"} and len(names) == 2 * 2 * 2
+
+
+def test_an_attention_gets_positions_of_whole_sequences_where_the_model_gives_it_any() -> None:
+    """As in one plain process: here the second block gives none."""
+    found = list[Any]()
+
+    def asked(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kw: Any) -> Any:
+        found.append((module.layer_idx, kw.get("position_ids")))
+        return t.AttentionInterface()["sdpa"](module, query, key, value, mask, **kw)
+
+    def model() -> Any:
+        model = made(attention="asked")
+        model.model.layers[1].self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {name: value for name, value in kwargs.items() if name != "position_ids"}), with_kwargs=True
+        )
+        return model
+
+    t.AttentionInterface.register("asked", asked)
+    t.AttentionMaskInterface.register("asked", t.AttentionMaskInterface()["sdpa"])
+    models = [model() for _ in range(2)]
+    model()(input_ids=batch(0, 9)["input_ids"], use_cache=False)
+    (_, whole), (_, none) = found
+    assert whole.tolist() == [list(range(9))] and none is None
+    found.clear()
+
+    def body(group: Any) -> None:
+        mine = zero3.shard(models[group.rank], process_group=group)
+        part = zero3.split_sequence(mine, batch(0, 9))
+        mine(input_ids=part["input_ids"], position_ids=part["position_ids"])
+
+    run_parts(1, 2, body)
+    assert len(found) == 4
+    assert all(torch.equal(given, whole.expand_as(given)) if layer == 0 else given is None for layer, given in found)
 
 
 def test_an_attention_that_is_registered_after_the_model_was_sharded_is_called() -> None:

@@ -116,19 +116,16 @@ class GradientBuffer:
         return self.full
 
     def _write_together(self, full: Tensor, together: list[int], *, told: bool) -> None:
-        layout, n = self.layout, self.layout.trailer
-        pieces = full.split_with_sizes(layout.sizes)
+        layout, pieces = self.layout, full.split_with_sizes(self.layout.sizes)
         places, values = list[Tensor](), list[Tensor]()
         for index in together:
             numbers, lengths = layout.cells[index]
             places += map(pieces.__getitem__, numbers)
             values += self.came[index].view(-1).split_with_sizes(lengths)
         if told:  # of the other values' dtype, which one kernel needs
-            dtype, trailer = values[0].dtype if values else self._ones.dtype, self._ones
-            if self.missing or dtype != trailer.dtype:
-                trailer = self.trailer(n, dtype)
+            dtype = values[0].dtype if values else self._ones.dtype
             places += map(pieces.__getitem__, layout.cells[-1].numbers)
-            values += [trailer] * layout.of.world_size
+            values += [self.trailer(layout.trailer, dtype)] * layout.of.world_size
         if places:  # an empty slot has none
             copy_together(places, values)
         self.written.update(together)  # only now: if the copy raises, the gradients stay

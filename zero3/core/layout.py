@@ -42,11 +42,6 @@ class Slot:
         """The strides of a contiguous tensor of this shape, in elements."""
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
-    @cached_property
-    def strided(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """The arguments of `as_strided`: shape, stride, and offset in the flat buffer."""
-        return self.shape, self.stride, self.offset
-
 
 def side_by_side(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
     """Makes slots of these names and shapes, one after another."""
