@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..access import states_of, used_together
 from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
+from ..core.parameters import ShardedParameter
 from ..modules import named
 from ..optim.several import Optimizers, Together
 from ..quantized.sections import StoredRows
@@ -24,7 +26,7 @@ from .extra_state import extra_state_modules, set_extra_states
 from .hosts import PartsOfHosts, parts_of
 from .lazy import Lazy
 from .manifest import Manifest
-from .meta_buffers import initialise, put
+from .meta_buffers import filling, put
 from .numbered import saves_of
 from .placing import Placing, place
 from .ranges import Ranges
@@ -262,39 +264,24 @@ class _Loader:
                     self._state[name, key] = self._ranges.tensor(f"state:{key}", name, shape, dtype)
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
-        """Changes values. If a read fails, all parameters that it should have filled count as
-        unloaded.
-        """
+        """Changes values."""
         saved = found.content["tensors"]
-        stored = [n for n in contents.parameters if self._weights and saved[n]["stored"]]
-        computed: list[tuple[str, Tensor]] = []
-        try:
-            with self._agreeing("what load_checkpoint filled") as lines:
-                try:
-                    self._fill_optimizer()
-                    others = {n: self._other(found, n, contents.number) for n in contents.others}
-                    extra = decode(found.content["extra"], self._extra)
-                    extra_states = {
-                        name: decode(value, self._extra)
-                        for name, value in found.content["extra_states"].items()
-                    }
-                    self._fill_chunks(found, contents, set(stored))
-                    computed = initialise(self._model, contents.states)
-                except Exception as error:
-                    raise RuntimeError(
-                        f"reading {found.data} failed: {error}. What it was to fill is unloaded "
-                        "now: load again."
-                    ) from error
-                lines += [name for name, _ in computed]
-        except Exception:
-            for name in stored:
-                contents.parameters[name].chunk.unloaded.add(contents.parameters[name].index)
-            raise
+        stored = {
+            name: sharded
+            for name, sharded in contents.parameters.items()
+            if self._weights and saved[name]["stored"]
+        }
+        with filling(self._model, contents.states, found.data, stored.values(), "load_checkpoint"):
+            self._fill_optimizer()
+            others = {n: self._other(found, n, contents.number) for n in contents.others}
+            extra = decode(found.content["extra"], self._extra)
+            extra_states = {
+                name: decode(value, self._extra)
+                for name, value in found.content["extra_states"].items()
+            }
+            self._fill_chunks(found, contents, stored)
         for name, value in others.items():
             put(self._model, contents.others[name], value.to(contents.device))
-        for _, value in computed:
-            if value.numel():
-                contents.communicator.broadcast(value)
         if self._placing is not None:
             self._placing.commit()
         set_extra_states(self._model, extra_states, contents, "load_checkpoint")
@@ -310,7 +297,9 @@ class _Loader:
             for name, key, start, values in self._placing.targets:
                 self._state[name, key].read(start or 0, values.view(-1))
 
-    def _fill_chunks(self, found: Manifest, contents: Contents, stored: set[str]) -> None:
+    def _fill_chunks(
+        self, found: Manifest, contents: Contents, stored: Mapping[str, ShardedParameter]
+    ) -> None:
         for state in contents.states:
             state.release()  # a full buffer that a forward has left would hold old values
         for chunk in contents.chunks():
@@ -318,8 +307,8 @@ class _Loader:
                 if span.name in stored:
                     kept = span.of(chunk.shard.data)
                     self._read(self._saved(found, span.name), span, contents.rows(span.name), kept)
-        for name in stored:
-            contents.parameters[name].chunk.unloaded.discard(contents.parameters[name].index)
+        for sharded in stored.values():
+            sharded.chunk.unloaded.discard(sharded.index)
         # graphs built before are stale
         torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])
 

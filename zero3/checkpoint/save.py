@@ -295,7 +295,7 @@ class _Prepared:
         if self.asked.local:
             with agreeing(contents, what):
                 file_operations.make_directory(self.directory)
-            self.hosts = Hosts(contents.states[0], self.directory)
+            self.hosts = Hosts(contents, self.directory)
         try:
             with agreeing(contents, what):
                 # renames on several hosts can't be one: an old part could be taken for a new one
@@ -326,12 +326,11 @@ class _Prepared:
         sizes = sorted((name, written.nbytes) for name, written in files.items())
         parcels = hosts.copies(sizes, self.asked.replicas)
         hosts.deliver(parcels, data, data, "save_checkpoint")
-        first = contents.states[0]
         text = json.dumps(self.content) if contents.is_first else ""
-        self.content = json.loads(from_rank(first, text, 0))
+        self.content = json.loads(from_rank(contents, text, 0))
         with agreeing(contents, "the number of save_checkpoint"):
             there = next_number(self.directory) if hosts.leads else 0
-            number = max(there, saves_of(first).number + 1)
+            number = max(there, saves_of(contents.states[0]).number + 1)
         numbers = exchange_texts(contents, str(number))
         self.content["number"] = max(map(int, numbers))
 

@@ -223,10 +223,9 @@ class Export:
         file_operations.make_directory(self._directory)
         for file, shard in self._shards.items():
             header = self._headers[file]
-            with file_operations.create(self._temporary(file)) as opened:
+            with file_operations.writing(self._temporary(file)) as opened:
                 file_operations.resize(opened, len(header) + sum(o.nbytes for o in shard))
                 file_operations.write_at(opened, 0, memoryview(header))
-                file_operations.sync(opened)
 
     def _fill(self) -> None:
         """After an error this rank goes on, because the others need it to gather."""

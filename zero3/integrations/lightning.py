@@ -31,7 +31,7 @@ from ..shard import shard
 from ..towers.choosing import Optional
 from .alike import all_ranks
 from .handover import check_together, is_chunk
-from .preparing import computes_in_low_precision, make_masters, policy_for, refuse_ignored
+from .preparing import computes_in_low_precision, policy_and_masters, refuse_ignored
 from .versions import require
 
 require("lightning", __name__)
@@ -410,11 +410,8 @@ def _prepare(
     mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(plugin.precision, "no")
     if not is_sharded(model):
         layers, optional, policy = sharding
-        if policy is None:
-            policy = policy_for(mixed)
-            if mixed != "no":
-                make_masters(model)
-        shard(model, layers, optional=optional, device=device, policy=policy)
+        chosen = policy_and_masters(model, policy, mixed)
+        shard(model, layers, optional=optional, device=device, policy=chosen)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and not isinstance(scaler, GradScaler):
         plugin.scaler = GradScaler(device.type, enabled=scaler.is_enabled())

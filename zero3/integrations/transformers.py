@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
-from ..comm.agreement import Members, agree
+from ..comm.agreement import agree
 from ..comm.board import board_for
 from ..comm.factory import communicator_for
 from ..core.sites import become
@@ -40,7 +40,7 @@ from ..sequences.splitting import split_sequence
 from ..towers.choosing import Optional
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
-from .alike import all_ranks, check_alike
+from .alike import all_ranks, check_alike, everyone
 from .engines import VLLMWeights, keep_masters
 from .handover import Handover
 from .preparing import Policy, Sharding, enclose_forward
@@ -426,7 +426,7 @@ class Zero3Mixin(_Base):
         Raises:
             ValueError: Another rank saves, which takes all of them. Every rank raises it.
         """
-        agree(Members(communicator_for(None, self.args.device), self.args.device), "evaluate", [])
+        agree(everyone(self.args.device), "evaluate", [])
         with self.accelerator.one_of_each_group():
             return super().evaluation_loop(*args, **kwargs)
 
