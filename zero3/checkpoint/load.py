@@ -18,7 +18,7 @@ from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
 from ..core.parameters import ShardedParameter
 from ..modules import named
-from ..optim.several import Optimizers, Together
+from ..optim.several import Optimizers
 from ..quantized.sections import StoredRows
 from . import manifest, random_state
 from .contents import Contents, NamedSpan, differences, names_apart
@@ -31,7 +31,7 @@ from .numbered import saves_of
 from .placing import Placing, place
 from .ranges import Ranges
 from .safetensors_files import SafetensorsFiles
-from .saved_optimizer import Held, OptimizerContents, contents_of, held_by
+from .saved_optimizer import Holding, OptimizerContents, contents_of
 from .value_hashes import value_hashes
 
 __all__: list[str] = []
@@ -109,8 +109,7 @@ class _Loader:
         self._kinds = ["model"] if optimizer is None else ["model", "optimizer"]
         self._first = states_of(model)[0]
         self._files: SafetensorsFiles
-        self._optimizer: Together | None = None
-        self._held: list[Held] = []
+        self._holding: Holding | None = None
         self._placing: Placing | None = None
         self._state: dict[tuple[str, str], Lazy] = {}  # of the optimizer, by name and key
         # quantised parameters that were saved as 0.1 stored them, and lie in rows here
@@ -137,8 +136,8 @@ class _Loader:
                     self._open(found, opened)
                     self._files.leave_out(others)
             self._compare_base(found, contents)
-            if self._optimizer is not None:
-                self._plan(found, contents, self._optimizer)
+            if self._holding is not None:
+                self._plan(found, self._holding)
             return self._fill(found, contents)
 
     def _open(self, found: Manifest, opened: ExitStack) -> None:
@@ -168,8 +167,7 @@ class _Loader:
         with self._agreeing("the checkpoint that load_checkpoint found") as lines:
             contents = Contents(self._model, "load_checkpoint")
             if self._given is not None:
-                self._optimizer = Together(self._given)
-                self._held = held_by(self._optimizer, contents)
+                self._holding = Holding(self._given, contents)
             try:
                 if self._parts is not None:
                     self._parts.check()
@@ -254,13 +252,13 @@ class _Loader:
                     )
                 del saved[name]
 
-    def _plan(self, found: Manifest, contents: Contents, optimizer: Together) -> None:
-        own = contents_of(optimizer, self._held, contents, with_state=False)
+    def _plan(self, found: Manifest, holding: Holding) -> None:
+        own = contents_of(holding, with_state=False)
         with self._agreeing("the optimizer of load_checkpoint"), manifest.reading(found):
             source = OptimizerContents.from_json(found.content["optimizer"])
-            self._placing = place(optimizer, self._held, own, source, contents)
+            self._placing = place(holding, own, source)
             for name, state in source.state.items():
-                for key, (dtype, shape) in state.tensors(contents.shape(name)).items():
+                for key, (dtype, shape) in state.tensors(holding.contents.shape(name)).items():
                     self._state[name, key] = self._ranges.tensor(f"state:{key}", name, shape, dtype)
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
