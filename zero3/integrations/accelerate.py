@@ -227,8 +227,7 @@ class Zero3Accelerator(Accelerator):
         if given:
             sync = self.gradient_state.plugin_kwargs.get("sync_each_batch")
             told = {name: getattr(self, name, None) for name in _ALIKE} | {"sync_each_batch": sync}
-            what = "the options of Zero3Accelerator"
-            check_alike(self.device, what, told, "Give every rank the same", "prepare")
+            check_alike(self.device, "the options of Zero3Accelerator", told, "prepare")
         for model in filter(is_sharded, given):
             refuse_ignored(model)
         models = [each for each in given if not is_sharded(each)]

@@ -25,7 +25,11 @@ def all_ranks(device: torch.device, subject: str) -> AbstractContextManager[list
 
 
 def check_alike(
-    device: torch.device, what: str, values: Mapping[str, object], remedy: str, caller: str
+    device: torch.device,
+    what: str,
+    values: Mapping[str, object],
+    caller: str,
+    remedy: str = "Give every rank the same",
 ) -> None:
     """Every rank calls it. Objects are compared by their types.
 

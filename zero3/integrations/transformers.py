@@ -301,7 +301,7 @@ class Zero3Mixin(_Base):
                 checkpoints.check(Path(resume_from_checkpoint), self.args.device)
                 values = {"resume_from_checkpoint": checkpoints.step_of(resume_from_checkpoint)}
                 what = "the step that they go on from"
-                check_alike(self.args.device, what, values, "Give every rank the same", "train")
+                check_alike(self.args.device, what, values, "train")
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _check_arguments(self, resume: Any) -> None:
@@ -316,8 +316,7 @@ class Zero3Mixin(_Base):
         if isinstance(resume, str | os.PathLike):  # on a disk of each host's it may be another
             resume = "a path"
         values["train(resume_from_checkpoint)"] = resume or None
-        what = "the arguments of training"
-        check_alike(self.args.device, what, values, "Give every rank the same", "train")
+        check_alike(self.args.device, "the arguments of training", values, "train")
 
     def set_initial_training_values(self, args: Any, *rest: Any) -> Any:
         """As the trainer's. Ranks compare the numbers of their steps."""
@@ -327,7 +326,7 @@ class Zero3Mixin(_Base):
         if args.gradient_accumulation_steps > 1 or "epoch" in cadences:
             values["batches of an epoch"] = found[-2]
         remedy = "Give every rank the same rows: the trainer deals them out"
-        check_alike(args.device, "how long they train", values, remedy, "train")
+        check_alike(args.device, "how long they train", values, "train", remedy)
         return found
 
     def _finder_of(self, model: nn.Module) -> BatchFinder:
@@ -537,7 +536,7 @@ class Zero3Mixin(_Base):
         ]
         values = {"output_dir": sorted(path.name for path in found)}
         remedy = "Put output_dir on a file system that all ranks see"
-        check_alike(self.args.device, "the checkpoints that they see", values, remedy, "train")
+        check_alike(self.args.device, "the checkpoints that they see", values, "train", remedy)
         broken: list[str] = []
         for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
             try:
