@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,48 @@ def test_the_step_of_a_parameter_without_dimensions_is_a_number(world_size: int,
     for names, elements, scalars, _ in found:
         assert scalars["step"]["$tensor"][:2] == ["float32", 1.0], names
         assert set(elements) == {"exp_avg", "exp_avg_sq"} and set(scalars) == {"step"}, names
+
+
+class Table(nn.Module):
+    """A buffer that no checkpoint holds, and that the module computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(16.0))
+        self.register_buffer("table", torch.arange(16.0), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(16.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.table
+
+
+def test_load_checkpoint_again_after_a_read_has_failed_on_one_rank(tmp_path: Path) -> None:
+    """The other rank had read all, and computed the buffer: the second load finds it there, and computes it on one rank alone."""
+    expected = Table()(torch.ones(16))
+    run_ranks(2, lambda group: zero3.save_checkpoint(tmp_path / "c", zero3.Zero3Layer(Table(), process_group=group)))
+    thread = threading.local()
+
+    def failing(file: FileIO, offset: int, into: memoryview) -> int:
+        if getattr(thread, "fails", False) and len(into) == 32:  # its half of the weight
+            raise OSError(5, "Input/output error")
+        return disk.read(file, offset, into)
+
+    def body(group: ThreadCommunicator) -> Tensor:
+        with torch.device("meta"):
+            plain = Table()
+        model = zero3.Zero3Layer(plain, device="cpu", process_group=group)
+        thread.fails = group.rank == 1
+        with pytest.raises(RuntimeError, match=r"rank 1: reading .* failed: .*What it was to fill is unloaded now: load again"):
+            zero3.load_checkpoint(tmp_path / "c", model)
+        with pytest.raises(RuntimeError, match="has no values yet"):
+            model(torch.ones(16))
+        thread.fails = False
+        zero3.load_checkpoint(tmp_path / "c", model)
+        found: Tensor = model(torch.ones(16))
+        return found.detach()
+
+    with disk.reading(failing):
+        for found in run_ranks(2, body):
+            assert torch.equal(found, expected)

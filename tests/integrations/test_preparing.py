@@ -10,7 +10,7 @@ from torch import nn
 
 import zero3
 from zero3.integrations.handover import Handover
-from zero3.integrations.preparing import Sharding, policy_for
+from zero3.integrations.preparing import Sharding, policy_and_masters
 
 
 class Words(nn.Module):
@@ -51,7 +51,8 @@ def test_the_head_stays_in_the_roots_own_layer_without_advice(layers: object, ca
 
 @pytest.mark.parametrize(("mixed_precision", "low"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_low_precision_has_a_policy_and_fp32_masters(mixed_precision: str, low: torch.dtype) -> None:
-    policy = policy_for(mixed_precision)
+    policy = policy_and_masters(Words(), None, mixed_precision)
+    assert isinstance(policy, zero3.ShardingPolicy)
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (low, torch.float32, torch.float32)
     model = Words().to(low)
     model.embedding.requires_grad_(False)

@@ -42,6 +42,14 @@ def create(path: Path) -> FileIO:
     return FileIO(os.fspath(path), "x")
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[FileIO]:
+    """Creates a file, to be written inside. At the end its bytes are on the disk."""
+    with create(path) as file:
+        yield file
+        sync(file)
+
+
 def reopen(path: Path) -> FileIO:
     """Opens a file that another rank has created, to write a range of it."""
     return FileIO(os.fspath(path), "r+")

@@ -21,11 +21,11 @@ from .contents import Contents, NamedSpan
 from .placing import Placing, Target, place
 from .saved_optimizer import (
     Held,
+    Holding,
     NamedState,
     OptimizerContents,
     StateByName,
     contents_of,
-    held_by,
     read_full,
 )
 
@@ -66,11 +66,12 @@ def full_optimizer_state_dict(
         state = zero3.full_optimizer_state_dict(model, optimizer)
     """
     caller = "full_optimizer_state_dict"
-    contents, together, held = _looked_at(model, optimizer, caller, reads=True)
-    own = contents_of(together, held, contents)
+    holding = _looked_at(model, optimizer, caller, reads=True)
+    contents, together = holding.contents, holding.optimizer
+    own = contents_of(holding)
     keeps = not rank0_only or contents.is_first
     parts: dict[str, list[tuple[Held, NamedSpan]]] = {}
-    for one in held:
+    for one in holding.held:
         for span in one.spans if one.mine and contents.writes else ():
             parts.setdefault(span.name, []).append((one, span))
     state = {}
@@ -161,18 +162,19 @@ def load_full_optimizer_state_dict(
         zero3.load_full_optimizer_state_dict(model, optimizer, state)
     """
     caller = "load_full_optimizer_state_dict"
-    contents, together, held = _looked_at(model, optimizer, caller, reads=False)
+    holding = _looked_at(model, optimizer, caller, reads=False)
+    contents = holding.contents
     text = ""
     given: StateByName = {}
-    own = contents_of(together, held, contents, with_state=False)
+    own = contents_of(holding, with_state=False)
     with agreeing(contents, caller):
         if contents.is_first:
-            described, given = read_full(state_dict, contents, _aligned(together, own))
+            described, given = read_full(state_dict, contents, _aligned(holding.optimizer, own))
             text = json.dumps(described.to_json())
     text = exchange_texts(contents, text)[0]
     source = OptimizerContents.from_json(json.loads(text))
     with agreeing(contents, caller):
-        placing = place(together, held, own, source, contents)
+        placing = place(holding, own, source)
     _deal_out(contents, placing, source, given)
     placing.commit()
 
@@ -183,20 +185,17 @@ def _looked_at(
     caller: str,
     *,
     reads: bool,
-) -> tuple[Contents, Together, list[Held]]:
-    """The model's contents, the optimizers as one, and their parameters, whose state it may read.
-
-    Warns if an optimizer is not exact.
-    """
+) -> Holding:
+    """What the optimizers hold of the model. Warns if one is not exact. `reads`: their state."""
     first = used_together(model, caller)[0]
     with agreeing(first, caller) as lines:
         lines.append(f"the model of {first.name_among_ranks}")
-        contents, together = Contents(model, caller), Together(optimizer)
+        contents = Contents(model, caller)
         land_steps(contents.states if reads else ())
-        held = held_by(together, contents)
-        for member in together.members:
+        holding = Holding(optimizer, contents)
+        for member in holding.optimizer.members:
             warn_if_inexact(contents.states, member)
-    return contents, together, held
+    return holding
 
 
 def _deal_out(

@@ -220,9 +220,14 @@ def check_dtype(dtype: Any) -> None:
         )
 
 
+def converted(own: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor is saved: floating ones are converted."""
+    return to if to is not None and own.is_floating_point else own
+
+
 def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=target).copy_(tensor.detach())
+    kind = converted(tensor.dtype, dtype)
+    return torch.empty(tensor.shape, dtype=kind).copy_(tensor.detach())
 
 
 def _checked(

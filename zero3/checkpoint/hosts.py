@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.agreement import Members, agreeing, exchange_texts
+from ..comm.agreement import Meets, agreeing, exchange_texts
 from ..core.layer_state import LayerState
 from . import file_operations, manifest
 from .lazy import bytes_of
@@ -50,11 +50,11 @@ Piece = tuple[Parcel, int, int]  # of a file: where it begins, and its bytes
 class Hosts:
     """The ranks by what they see."""
 
-    def __init__(self, first: LayerState, directory: Path) -> None:
+    def __init__(self, among: Meets, directory: Path) -> None:
         """Every rank calls it, with its own directory, which is there."""
-        self._communicator, self._device = first.communicator, first.device
+        self._among = among
         mine = json.dumps([_place_of(directory), os.urandom(8).hex()])
-        told = exchange_texts(first, mine)
+        told = exchange_texts(among, mine)
         self.me = told.index(mine)  # this rank among all
         by_place: dict[str, list[int]] = {}
         for rank, text in enumerate(told):
@@ -84,9 +84,7 @@ class Hosts:
         Raises OSError if a rank could not read or write. Every rank raises it, when all is sent.
         """
         try:
-            with agreeing(
-                Members(self._communicator, self._device), f"the copies of {caller}", caller
-            ):
+            with agreeing(self._among, f"the copies of {caller}", caller):
                 self._deliver(parcels, source, target)
         except BaseException:  # what has come may be of the right size, and wrong
             for parcel in parcels:
@@ -116,10 +114,11 @@ class Hosts:
 
     def _swap(self, pieces: Sequence[Piece], sent: Tensor, takes: Piece | None) -> Tensor:
         """What comes to this rank in one round."""
-        ranks, taken = self._communicator, torch.empty(takes[2] if takes else 0, dtype=torch.uint8)
+        ranks, device = self._among.communicator, self._among.device
+        taken = torch.empty(takes[2] if takes else 0, dtype=torch.uint8)
         if ranks.shards != ranks.world_size:  # on a mesh no all-to-all is among all ranks
             for parcel, _, nbytes in pieces:
-                passing = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                passing = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 if parcel.source == self.me:
                     passing.copy_(sent)
                 ranks.broadcast(passing, parcel.source)
@@ -133,8 +132,8 @@ class Hosts:
             if parcel.target == self.me:
                 coming[parcel.source] = nbytes
         bounds, into = (tuple(accumulate(each, initial=0)) for each in (going, coming))
-        there = taken.to(self._device)
-        ranks.all_to_all(there, sent.to(self._device), bounds, into).wait()
+        there = taken.to(device)
+        ranks.all_to_all(there, sent.to(device), bounds, into).wait()
         return there.cpu()
 
 
@@ -308,13 +307,13 @@ def parts_of(path: str | os.PathLike[str], first: LayerState) -> PartsOfHosts | 
     return PartsOfHosts(first, directory, from_rank(first, text, having[0]), told)
 
 
-def from_rank(first: LayerState, text: str, source: int) -> str:
+def from_rank(among: Meets, text: str, source: int) -> str:
     """The text of one rank, which is not empty. Every rank calls it."""
-    ranks, raw = first.communicator, text.encode()
-    sizes = ranks.exchange(len(raw).to_bytes(8, "little"), first.device)
+    ranks, raw = among.communicator, text.encode()
+    sizes = ranks.exchange(len(raw).to_bytes(8, "little"), among.device)
     size = int.from_bytes(sizes[source], "little")
     sent = torch.frombuffer(bytearray(raw.ljust(size)[:size]), dtype=torch.uint8)
-    sent = sent.to(first.device)
+    sent = sent.to(among.device)
     ranks.broadcast(sent, source)
     return bytes(bytes_of(sent.cpu())).decode()
 

@@ -66,15 +66,13 @@ class Lazy:
 
 
 def as_lazy(value: Lazy | Tensor) -> Lazy:
-    return value if isinstance(value, Lazy) else held(value)
-
-
-def held(tensor: Tensor) -> Lazy:
-    """One that is in memory already."""
-    flat = tensor.detach().reshape(-1)
+    """A tensor is in memory already."""
+    if isinstance(value, Lazy):
+        return value
+    flat = value.detach().reshape(-1)
     return Lazy(
-        tensor.dtype,
-        tuple(tensor.shape),
+        value.dtype,
+        tuple(value.shape),
         lambda start, into: into.copy_(flat[start : start + into.numel()]),
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from ..access import states_of, used_together
 from ..comm.agreement import agreeing
 from ..comm.plain_values import decode
+from ..core.parameters import ShardedParameter
 from ..modules import named
-from ..optim.several import Optimizers, Together
+from ..optim.several import Optimizers
 from ..quantized.sections import StoredRows
 from . import manifest, random_state
 from .contents import Contents, NamedSpan, differences, names_apart
@@ -24,12 +26,12 @@ from .extra_state import extra_state_modules, set_extra_states
 from .hosts import PartsOfHosts, parts_of
 from .lazy import Lazy
 from .manifest import Manifest
-from .meta_buffers import initialise, put
+from .meta_buffers import filling, put
 from .numbered import saves_of
 from .placing import Placing, place
 from .ranges import Ranges
 from .safetensors_files import SafetensorsFiles
-from .saved_optimizer import Held, OptimizerContents, contents_of, held_by
+from .saved_optimizer import Holding, OptimizerContents, contents_of
 from .value_hashes import value_hashes
 
 __all__: list[str] = []
@@ -107,8 +109,7 @@ class _Loader:
         self._kinds = ["model"] if optimizer is None else ["model", "optimizer"]
         self._first = states_of(model)[0]
         self._files: SafetensorsFiles
-        self._optimizer: Together | None = None
-        self._held: list[Held] = []
+        self._holding: Holding | None = None
         self._placing: Placing | None = None
         self._state: dict[tuple[str, str], Lazy] = {}  # of the optimizer, by name and key
         # quantised parameters that were saved as 0.1 stored them, and lie in rows here
@@ -135,8 +136,8 @@ class _Loader:
                     self._open(found, opened)
                     self._files.leave_out(others)
             self._compare_base(found, contents)
-            if self._optimizer is not None:
-                self._plan(found, contents, self._optimizer)
+            if self._holding is not None:
+                self._plan(found, self._holding)
             return self._fill(found, contents)
 
     def _open(self, found: Manifest, opened: ExitStack) -> None:
@@ -166,8 +167,7 @@ class _Loader:
         with self._agreeing("the checkpoint that load_checkpoint found") as lines:
             contents = Contents(self._model, "load_checkpoint")
             if self._given is not None:
-                self._optimizer = Together(self._given)
-                self._held = held_by(self._optimizer, contents)
+                self._holding = Holding(self._given, contents)
             try:
                 if self._parts is not None:
                     self._parts.check()
@@ -252,49 +252,34 @@ class _Loader:
                     )
                 del saved[name]
 
-    def _plan(self, found: Manifest, contents: Contents, optimizer: Together) -> None:
-        own = contents_of(optimizer, self._held, contents, with_state=False)
+    def _plan(self, found: Manifest, holding: Holding) -> None:
+        own = contents_of(holding, with_state=False)
         with self._agreeing("the optimizer of load_checkpoint"), manifest.reading(found):
             source = OptimizerContents.from_json(found.content["optimizer"])
-            self._placing = place(optimizer, self._held, own, source, contents)
+            self._placing = place(holding, own, source)
             for name, state in source.state.items():
-                for key, (dtype, shape) in state.tensors(contents.shape(name)).items():
+                for key, (dtype, shape) in state.tensors(holding.contents.shape(name)).items():
                     self._state[name, key] = self._ranges.tensor(f"state:{key}", name, shape, dtype)
 
     def _fill(self, found: Manifest, contents: Contents) -> Any:
-        """Changes values. If a read fails, all parameters that it should have filled count as
-        unloaded.
-        """
+        """Changes values."""
         saved = found.content["tensors"]
-        stored = [n for n in contents.parameters if self._weights and saved[n]["stored"]]
-        computed: list[tuple[str, Tensor]] = []
-        try:
-            with self._agreeing("what load_checkpoint filled") as lines:
-                try:
-                    self._fill_optimizer()
-                    others = {n: self._other(found, n, contents.number) for n in contents.others}
-                    extra = decode(found.content["extra"], self._extra)
-                    extra_states = {
-                        name: decode(value, self._extra)
-                        for name, value in found.content["extra_states"].items()
-                    }
-                    self._fill_chunks(found, contents, set(stored))
-                    computed = initialise(self._model, contents.states)
-                except Exception as error:
-                    raise RuntimeError(
-                        f"reading {found.data} failed: {error}. What it was to fill is unloaded "
-                        "now: load again."
-                    ) from error
-                lines += [name for name, _ in computed]
-        except Exception:
-            for name in stored:
-                contents.parameters[name].chunk.unloaded.add(contents.parameters[name].index)
-            raise
+        stored = {
+            name: sharded
+            for name, sharded in contents.parameters.items()
+            if self._weights and saved[name]["stored"]
+        }
+        with filling(self._model, contents.states, found.data, stored.values(), "load_checkpoint"):
+            self._fill_optimizer()
+            others = {n: self._other(found, n, contents.number) for n in contents.others}
+            extra = decode(found.content["extra"], self._extra)
+            extra_states = {
+                name: decode(value, self._extra)
+                for name, value in found.content["extra_states"].items()
+            }
+            self._fill_chunks(found, contents, stored)
         for name, value in others.items():
             put(self._model, contents.others[name], value.to(contents.device))
-        for _, value in computed:
-            if value.numel():
-                contents.communicator.broadcast(value)
         if self._placing is not None:
             self._placing.commit()
         set_extra_states(self._model, extra_states, contents, "load_checkpoint")
@@ -310,7 +295,9 @@ class _Loader:
             for name, key, start, values in self._placing.targets:
                 self._state[name, key].read(start or 0, values.view(-1))
 
-    def _fill_chunks(self, found: Manifest, contents: Contents, stored: set[str]) -> None:
+    def _fill_chunks(
+        self, found: Manifest, contents: Contents, stored: Mapping[str, ShardedParameter]
+    ) -> None:
         for state in contents.states:
             state.release()  # a full buffer that a forward has left would hold old values
         for chunk in contents.chunks():
@@ -318,8 +305,8 @@ class _Loader:
                 if span.name in stored:
                     kept = span.of(chunk.shard.data)
                     self._read(self._saved(found, span.name), span, contents.rows(span.name), kept)
-        for name in stored:
-            contents.parameters[name].chunk.unloaded.discard(contents.parameters[name].index)
+        for sharded in stored.values():
+            sharded.chunk.unloaded.discard(sharded.index)
         # graphs built before are stale
         torch.autograd.graph.increment_version([chunk.shard for chunk in contents.chunks()])
 

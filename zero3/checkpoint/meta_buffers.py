@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.agreement import agreeing
 from ..core.layer_state import LayerState
-from ..core.parameters import parameters_of, released_in
+from ..core.parameters import ShardedParameter, parameters_of, released_in
 from ..core.sites import put_into
 from ..guards.marks import ignored_by, mark_ignored
 from ..guards.module_overrides import GUARDED, Override
@@ -46,6 +49,42 @@ def put(model: nn.Module, old: Tensor, value: Tensor) -> None:
     if isinstance(new, nn.Parameter) and (state := ignored_by(old)) is not None:
         state.gradients.leave_alone_instead(old, new)
         mark_ignored(new, state)
+
+
+@contextmanager
+def filling(
+    model: nn.Module,
+    states: list[LayerState],
+    source: Path,
+    parameters: Iterable[ShardedParameter],
+    caller: str,
+) -> Iterator[None]:
+    """Context for reads from `source` into `parameters`. At its end the buffers that no file holds
+    are computed, and have rank 0's values. Every rank enters it.
+
+    If a rank raises, all do, and these parameters count as unloaded.
+    """
+    first = states[0]
+    try:
+        with agreeing(first, f"what {caller} filled", caller, first.log):
+            try:
+                yield
+            except Exception as error:
+                raise RuntimeError(
+                    f"reading {source} failed: {error}. What it was to fill is unloaded now: load "
+                    "again."
+                ) from error
+        # only now: who had read all would have them, and the others not, in the next attempt
+        with agreeing(first, f"the buffers that {caller} computes", caller) as lines:
+            computed = initialise(model, states)
+            lines += [name for name, _ in computed]
+    except Exception:
+        for sharded in parameters:
+            sharded.chunk.unloaded.add(sharded.index)
+        raise
+    for _, value in computed:
+        if value.numel():
+            first.communicator.broadcast(value)
 
 
 # of a module's attributes: the buffer's name in errors, and its device

@@ -63,7 +63,7 @@ def latest_checkpoint(
         if not others and run is None:
             numbered = [(number, path) for number, path, _ in _numbered(roots[0])]
             return max(numbered)[1] if numbered else None
-        return _newest(roots, [_views(roots, run)], run, alone=not others)
+        return _newest(roots, [_views(roots, run)], alone=not others)
     first = used(model, "latest_checkpoint")[0]
     with agreeing(first, "latest_checkpoint") as lines:
         check_run(run)
@@ -72,7 +72,7 @@ def latest_checkpoint(
         lines += [f"run: {run}", f"directories: {len(roots)}"]
         text = json.dumps(_views(roots, run))  # here: a disk may fail on one rank alone
     texts = exchange_texts(first, text)
-    return _newest(roots, [json.loads(text) for text in texts], run, alone=False)
+    return _newest(roots, [json.loads(text) for text in texts], alone=False)
 
 
 _View = dict[str, Any]
@@ -96,9 +96,7 @@ def _views(roots: Sequence[Path], run: str | None) -> list[_View]:
     return found
 
 
-def _newest(
-    roots: Sequence[Path], views: Sequence[list[_View]], run: str | None, *, alone: bool
-) -> Path | None:
+def _newest(roots: Sequence[Path], views: Sequence[list[_View]], *, alone: bool) -> Path | None:
     together: dict[tuple[int, str, str], tuple[_View, set[str]]] = {}
     for view in views:
         for each in view:

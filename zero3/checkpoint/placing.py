@@ -18,7 +18,7 @@ from ..optim.probe import builder, kind_in_state, state_keys
 from ..optim.several import Together
 from ..optim.state_memory import empty_state
 from .contents import Contents, NamedSpan, listed
-from .saved_optimizer import Held, NamedState, OptimizerContents, in_full
+from .saved_optimizer import Held, Holding, NamedState, OptimizerContents, in_full
 
 __all__: list[str] = []
 
@@ -143,30 +143,24 @@ def _told(found: tuple[str, tuple[int, ...]] | None) -> str:
     return "nothing" if found is None else f"{found[0]} {list(found[1])}"
 
 
-def place(
-    optimizer: Together,
-    held: list[Held],
-    own: OptimizerContents,
-    source: OptimizerContents,
-    contents: Contents,
-) -> Placing:
+def place(holding: Holding, own: OptimizerContents, source: OptimizerContents) -> Placing:
     """Plans where the state of `source` goes, and allocates tensors for it. Raises ValueError if
     names are missing or unknown, options or steps differ within one parameter of this optimizer, or
     the optimizer would not keep the state. One error names all problems.
     """
+    optimizer, contents = holding.optimizer, holding.contents
     problems = _problems_of_groups(optimizer, own, source, contents)
     problems += _problems_of_kinds(own, source)
-    if stacks := _problems_of_stacks(optimizer, held, source, contents):
+    if stacks := _problems_of_stacks(holding, source):
         raise ValueError(f"{_NOTHING}. {'. '.join(stacks)}")  # all others follow from these
-    flat = [one for one in held if not optimizer.is_aligned(one.group)]
-    problems += _KeptKeys(optimizer, source, contents).problems(flat)
+    problems += _KeptKeys(holding, source).problems()
     by_name = source.options_by_name()
     placing = Placing(optimizer, [])
     for (_, names), group in zip(own.groups, optimizer.param_groups, strict=True):
         known = [name for name in names if name in by_name]
         filled = [name for name in known if 0 not in contents.shape(name)] or known
         placing.options.append(_decoded(by_name[filled[0]] if filled else {}, group))
-    for one in held:
+    for one in holding.held:
         named = {name: source.state.get(name, NamedState()) for name in one.names}
         if any(state.keys for state in named.values()):
             if optimizer.is_aligned(one.group):
@@ -253,16 +247,15 @@ def _problems_of_kinds(own: OptimizerContents, source: OptimizerContents) -> lis
     return problems
 
 
-def _problems_of_stacks(
-    optimizer: Together, held: list[Held], source: OptimizerContents, contents: Contents
-) -> list[str]:
+def _problems_of_stacks(holding: Holding, source: OptimizerContents) -> list[str]:
     """Finds state that stacks several tensors (AdEMAMix), and was saved of whole parameters and is
     loaded into aligned ones, or the other way round. Files of aligned ones have the rows apart.
     """
+    optimizer = holding.optimizer
     found: dict[str, list[str]] = {}
-    for one in held:
+    for one in holding.held:
         for name in (span.name for span in one.filled):
-            saved, own = source.state.get(name, NamedState()), list(contents.shape(name))
+            saved, own = source.state.get(name, NamedState()), list(holding.contents.shape(name))
             stacked = any(shape[1:] == own for _, shape in saved.whole.values())
             apart = any("#" in key for key in saved.keys)
             differs = stacked if optimizer.is_aligned(one.group) else apart
@@ -307,18 +300,18 @@ class _KeptKeys:
     Steps are made once for each group, dtype and number of dimensions.
     """
 
-    def __init__(self, optimizer: Together, source: OptimizerContents, contents: Contents) -> None:
-        self._optimizer = optimizer
+    def __init__(self, holding: Holding, source: OptimizerContents) -> None:
+        self._optimizer, self._contents = holding.optimizer, holding.contents
+        self._flat = [e for e in holding.held if not self._optimizer.is_aligned(e.group)]
         self._source = source
-        self._contents = contents
         self._options = source.options_by_name()
         self._kinds = source.kinds_by_name()
         self._asked: dict[Any, list[dict[str, str]]] = {}  # by group, dtype, shapes and options
 
-    def problems(self, held: list[Held]) -> list[str]:
+    def problems(self) -> list[str]:
         """Returns the problems in words, equal ones together."""
         found: dict[str, list[str]] = {}
-        for one in held:
+        for one in self._flat:
             for span in one.filled:
                 saved = self._source.state.get(span.name, NamedState())
                 if saved.keys and (problem := self._problem(one, span.name, saved)) is not None:

@@ -70,7 +70,6 @@ class SafetensorsFiles:
         self.directory = Path(path)
         self.tensors: dict[str, Lazy] = {}  # whose `read` converts to any dtype and device
         self.metadata: dict[str, dict[str, str]] = {}  # of each file
-        self.bytes_read = 0  # of tensors, by this object
         self._files: dict[str, FileIO] = {}
         # a line for each file; ranks that see the same files have the same lines
         self.listing: list[str] = []
@@ -138,7 +137,6 @@ class SafetensorsFiles:
             target[done : done + count].copy_(torch.frombuffer(staged, dtype=dtype))
 
     def _fill(self, name: str, file: str, offset: int, view: memoryview) -> None:
-        self.bytes_read += len(view)
         if fill(self._files[file], offset, view) < len(view):
             raise RuntimeError(
                 f"{self.directory / file} ended within {name!r}: was it replaced meanwhile?"

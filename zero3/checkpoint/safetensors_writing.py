@@ -96,9 +96,8 @@ def write_text(path: Path, text: str, token: str) -> None:
     is on the disk.
     """
     temporary = path.with_name(f"{path.name}.{token}")
-    with file_operations.create(temporary) as file:
+    with file_operations.writing(temporary) as file:
         file_operations.write(file, [memoryview(text.encode())])
-        file_operations.sync(file)
     file_operations.replace(temporary, path)
 
 

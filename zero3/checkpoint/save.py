@@ -26,7 +26,7 @@ from ..access import used_together
 from ..comm.agreement import agree, agreeing, exchange_texts
 from ..comm.plain_values import integer
 from ..optim.check_optimizer import warn_if_inexact
-from ..optim.several import Optimizers, Together
+from ..optim.several import Optimizers
 from ..optim.state_memory import land_steps
 from ..policy import directory_of
 from ..scratch.mapped_files import MappedFiles
@@ -37,7 +37,7 @@ from .hosts import Hosts, from_rank
 from .lazy import bytes_of
 from .numbered import check_run, next_number, prune, saves_of
 from .safetensors_writing import Written, as_file, header_of, write_hashed
-from .saved_optimizer import Held, contents_of, held_by
+from .saved_optimizer import Holding, contents_of
 from .value_hashes import value_hashes
 
 __all__: list[str] = []
@@ -172,21 +172,19 @@ def _prepare(asked: _Asked, model: nn.Module, optimizer: Optimizers | None) -> _
     # if ranks have made different transfers, a checkpoint of them must not replace a good one
     first.log.look()
     saves_of(first).finish()
-    together: Together | None = None
-    held: list[Held] = []
+    holding: Holding | None = None
     with agreeing(first, "save_checkpoint", log=first.log) as lines:
         prepared = _Prepared(asked, model)
         land_steps(prepared.contents.states)
         if optimizer is not None:
-            together = Together(optimizer)
-            held = held_by(together, prepared.contents)
-            for member in together.members:
+            holding = Holding(optimizer, prepared.contents)
+            for member in holding.optimizer.members:
                 warn_if_inexact(prepared.contents.states, member)
-        optimizers = together.name if together is not None else None
+        optimizers = holding.optimizer.name if holding is not None else None
         lines += [*prepared.lines(), f"optimizer: {optimizers}", f"background: {asked.background}"]
         if first.policy.compare_every:  # a short run may not have come to that yet
             lines.append(first.log.summary())
-    prepared.gather_entries(together, held)
+    prepared.gather_entries(holding)
     prepared.make_directory()
     return prepared
 
@@ -250,7 +248,7 @@ class _Prepared:
         """Whether this rank makes directories, writes the manifest, and cleans up."""
         return self.contents.is_first if self.hosts is None else self.hosts.leads
 
-    def gather_entries(self, optimizer: Together | None, held: list[Held]) -> None:
+    def gather_entries(self, holding: Holding | None) -> None:
         """Collects the tensors that this rank writes. Every rank calls it."""
         contents, number = self.contents, self.contents.number
         others = sha256()
@@ -275,11 +273,11 @@ class _Prepared:
         left = [name for name in left if self.asked.weights and not contents.is_empty(name)]
         for name, value in value_hashes(contents, left, "save_checkpoint").items():
             self.content["tensors"][name]["hash"] = value
-        if optimizer is not None:
-            merged = contents_of(optimizer, held, contents)
-            self.content["optimizer"] = {"class": optimizer.name, **merged.to_json()}
+        if holding is not None:
+            kind = holding.optimizer.name
+            self.content["optimizer"] = {"class": kind, **contents_of(holding).to_json()}
             if contents.writes:
-                self.optimizer_entries = _state_entries(optimizer, held)
+                self.optimizer_entries = _state_entries(holding)
 
     def _join_run(self) -> None:
         states = self.contents.states
@@ -295,7 +293,7 @@ class _Prepared:
         if self.asked.local:
             with agreeing(contents, what):
                 file_operations.make_directory(self.directory)
-            self.hosts = Hosts(contents.states[0], self.directory)
+            self.hosts = Hosts(contents, self.directory)
         try:
             with agreeing(contents, what):
                 # renames on several hosts can't be one: an old part could be taken for a new one
@@ -326,12 +324,11 @@ class _Prepared:
         sizes = sorted((name, written.nbytes) for name, written in files.items())
         parcels = hosts.copies(sizes, self.asked.replicas)
         hosts.deliver(parcels, data, data, "save_checkpoint")
-        first = contents.states[0]
         text = json.dumps(self.content) if contents.is_first else ""
-        self.content = json.loads(from_rank(first, text, 0))
+        self.content = json.loads(from_rank(contents, text, 0))
         with agreeing(contents, "the number of save_checkpoint"):
             there = next_number(self.directory) if hosts.leads else 0
-            number = max(there, saves_of(first).number + 1)
+            number = max(there, saves_of(contents.states[0]).number + 1)
         numbers = exchange_texts(contents, str(number))
         self.content["number"] = max(map(int, numbers))
 
@@ -372,9 +369,9 @@ def _part(kind: str, span: NamedSpan, flat: Tensor) -> dict[str, Tensor]:
     return {f"{kind}:{span.name}[{span.start}:{span.stop}]": span.of(flat)}
 
 
-def _state_entries(optimizer: Together, held: list[Held]) -> dict[str, Tensor]:
-    entries: dict[str, Tensor] = {}
-    for one in (one for one in held if one.spans and one.mine):
+def _state_entries(holding: Holding) -> dict[str, Tensor]:
+    optimizer, entries = holding.optimizer, dict[str, Tensor]()
+    for one in (one for one in holding.held if one.spans and one.mine):
         blocks = optimizer.blocks(one.group)
         for key, value in optimizer.tensors(one.group, one.parameter).items():
             if not isinstance(value, Tensor):

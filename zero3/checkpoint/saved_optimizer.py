@@ -28,7 +28,7 @@ from ..core.chunk import Chunk, Part
 from ..modules import own_name
 from ..optim.check_optimizer import check_aligned, owned_by
 from ..optim.low_bit import TABLE, tensors_of
-from ..optim.several import Together
+from ..optim.several import Optimizers, Together
 from .contents import Contents, NamedSpan
 
 __all__: list[str] = []
@@ -138,13 +138,23 @@ class Held(NamedTuple):
         return span if value.shape == self.parameter.shape else None
 
 
-def held_by(optimizer: Together, contents: Contents) -> list[Held]:
-    """Returns the optimizer's parameters in their order, with the spans that each covers.
+class Holding:
+    """Optimizers, as one, of a model with these `contents`, and what they hold of it: their
+    parameters in their order, with the spans that each covers.
 
     Raises:
-        TypeError: An option could only be pickled.
-        ValueError: A parameter is not of this model, or is not aligned as its group says.
+        TypeError: `given` holds something other than optimizers, or an option could only be
+            pickled.
+        ValueError: Two optimizers hold one parameter, or a parameter is not of this model, or is
+            not aligned as its group says.
     """
+
+    def __init__(self, given: Optimizers, contents: Contents) -> None:
+        self.optimizer, self.contents = Together(given), contents
+        self.held = _held_by(self.optimizer, contents)
+
+
+def _held_by(optimizer: Together, contents: Contents) -> list[Held]:
     known: dict[int, tuple[tuple[NamedSpan, ...], bool, Sequence[str]]] = {}
     owned = owned_by(contents.states)
     for name, tensor in contents.others.items():
@@ -184,7 +194,7 @@ def _covered(part: Part, chunk: Chunk, contents: Contents) -> list[NamedSpan]:
     return [span._replace(offset=span.offset - part.start) for span in inside]
 
 
-def state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
+def _state_of(optimizer: Together, held: Held, contents: Contents) -> NamedState:
     """Describes the optimizer's state of one of its parameters.
 
     Raises:
@@ -233,27 +243,22 @@ def in_full(value: Tensor, length: int, shape: tuple[int, ...]) -> tuple[int, ..
     return tuple(value.shape) if length == TABLE else (-(-torch.Size(shape).numel() // length),)
 
 
-def contents_of(
-    optimizer: Together,
-    held: list[Held],
-    contents: Contents,
-    *,
-    with_state: bool = True,
-) -> OptimizerContents:
+def contents_of(holding: Holding, *, with_state: bool = True) -> OptimizerContents:
     """Puts together what every rank knows of its own spans. Every rank calls it."""
+    optimizer, contents = holding.optimizer, holding.contents
     groups: list[list[str]] = [[] for _ in optimizer.param_groups]
     state: list[Any] = []
-    kept: list[NamedState] = []  # one for each of `held`
+    kept: list[NamedState] = []  # one for each that is held
     with agreeing(contents, "the optimizer's groups") as lines:
         labelled = zip(optimizer.param_groups, optimizer.labels, strict=True)
         options = [options_of(group, label) for group, label in labelled]
         lines += [json.dumps(own, sort_keys=True) for own in options]
-        for one in held:
+        for one in holding.held:
             # only the rank where a parameter begins tells of it
             begins = one.mine and contents.writes
             names = [span.name for span in one.spans if begins and span.start == 0]
             groups[one.group] += names
-            found = state_of(optimizer, one, contents) if with_state else NamedState()
+            found = _state_of(optimizer, one, contents) if with_state else NamedState()
             kept.append(found)
             names = [name for name in names if not found.whole or name == one.filled[0].name]
             if names and found.keys:
@@ -262,7 +267,7 @@ def contents_of(
     merged = OptimizerContents([(own, []) for own in options], {}, optimizer.kinds)
     _add_in_order(merged, texts, contents)
     if with_state:
-        _check_even(held, kept, contents, merged)
+        _check_even(holding, kept, merged)
     return merged
 
 
@@ -280,18 +285,13 @@ def _add_in_order(merged: OptimizerContents, texts: Sequence[str], contents: Con
     merged.state |= {name: by_name[name] for name in sorted(by_name, key=order.__getitem__)}
 
 
-def _check_even(
-    held: list[Held],
-    kept: list[NamedState],
-    contents: Contents,
-    merged: OptimizerContents,
-) -> None:
+def _check_even(holding: Holding, kept: list[NamedState], merged: OptimizerContents) -> None:
     """Checks that every rank keeps the same keys, and has made as many steps, for its slice of a
     parameter as where that begins. Raises ValueError if a rank has made no step, or another kind of
     step. Every rank raises it.
     """
-    with agreeing(contents, "the optimizer's state"):
-        for one, own in zip(held, kept, strict=True):
+    with agreeing(holding.contents, "the optimizer's state"):
+        for one, own in zip(holding.held, kept, strict=True):
             for span in one.filled if one.mine else ():
                 first = merged.state.get(span.name, NamedState())
                 if own.keys != first.keys:

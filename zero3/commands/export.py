@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint import file_operations, manifest
-from ..checkpoint.full_state import check_dtype
+from ..checkpoint.full_state import check_dtype, converted
 from ..checkpoint.lazy import Lazy
 from ..checkpoint.progress import progress
 from ..checkpoint.ranges import Ranges
@@ -98,7 +98,7 @@ def _planned(found: manifest.Manifest, options: argparse.Namespace) -> dict[str,
     outputs: dict[str, Output] = {}
     for name, described in found.content["tensors"].items():
         own, shape = dtype_named(described["dtype"]), tuple(described["shape"])
-        to = dtype if dtype is not None and own.is_floating_point else own
+        to = converted(own, dtype)
         output = Output(name.removeprefix(options.strip), to, shape, Whole(name, shape))
         if (other := outputs.setdefault(output.name, output)) is not output:
             raise ValueError(
@@ -132,10 +132,9 @@ def _write_all(
         ranges = Ranges(files)
         for file, shard in shards.items():
             tensors = {output.name: _converted(found, ranges, output) for output in shard}
-            with file_operations.create(directory / file) as opened:
+            with file_operations.writing(directory / file) as opened:
                 for view in as_file(tensors, {"format": "pt"}, advance):
                     file_operations.write(opened, [view])
-                file_operations.sync(opened)
     if len(shards) > 1:
         (directory / INDEX).write_text(index_of(shards))
     if found.content["config"] is not None:

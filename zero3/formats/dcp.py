@@ -165,7 +165,7 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     paths: dict[str, _Path] = {}
     file_operations.make_directory(path)
     offset = 0
-    with file_operations.create(path / _FILE) as file:
+    with file_operations.writing(path / _FILE) as file:
         for parts, value in _leaves(tree_of(run), ()):
             key = ".".join(map(str, parts))
             if key in paths:
@@ -182,7 +182,6 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
             where[index] = Made(_PLACE, state=place, new=True)
             described[key], paths[key] = _description(lazy, begin), parts
             offset += length
-        file_operations.sync(file)
     metadata = _made(
         "Metadata",
         state_dict_metadata=described,
@@ -191,9 +190,8 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
         storage_meta=None,
         version="1.0.0",
     )
-    with file_operations.create(path / _METADATA) as file:
+    with file_operations.writing(path / _METADATA) as file:
         file_operations.write(file, [memoryview(pickled.write(metadata, lambda value: None))])
-        file_operations.sync(file)
     file_operations.sync_directory(path)
 
 

@@ -273,12 +273,10 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     for rank in range(ranks):
         for kind, content in (("model", writer.model(rank)), ("optim", writer.optimizer(rank))):
             name = f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
-            with file_operations.create(path / tag / name) as file:
+            with file_operations.writing(path / tag / name) as file:
                 torch_files.write(file, 0, content, advance)
-                file_operations.sync(file)
-    with file_operations.create(path / "latest") as file:
+    with file_operations.writing(path / "latest") as file:
         file_operations.write(file, [memoryview(tag.encode())])
-        file_operations.sync(file)
     for directory in (path / tag, path):
         file_operations.sync_directory(directory)
 

@@ -113,9 +113,8 @@ def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
     written = {}
     for kind, tensors in files.items():
         name = f"{kind}-00000-of-00001.safetensors"
-        with file_operations.create(data / name) as file:
+        with file_operations.writing(data / name) as file:
             written[name] = write_hashed(file, as_file(tensors, {}, advance, ours=True))
-            file_operations.sync(file)
     for directory in (data, path):
         file_operations.sync_directory(directory)
     manifest.write(path, content | {"number": next_number(path)}, written, token)

@@ -30,6 +30,5 @@ def read(path: Path, files: ExitStack, _: Callable[[int], object]) -> Run:
 
 
 def write(run: Run, path: Path, advance: Callable[[int], object]) -> None:
-    with file_operations.create(path) as file:
+    with file_operations.writing(path) as file:
         torch_files.write(file, 0, tree_of(run), advance)
-        file_operations.sync(file)

@@ -16,7 +16,7 @@ from ..checkpoint.contents import check_released
 from ..checkpoint.extra_state import set_extra_states
 from ..checkpoint.file_operations import directory_of
 from ..checkpoint.lazy import STAGE_BYTES
-from ..checkpoint.meta_buffers import initialise, put
+from ..checkpoint.meta_buffers import filling, put
 from ..checkpoint.safetensors_files import SafetensorsFiles
 from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
@@ -113,35 +113,15 @@ def _sources(
 
 
 def _load(model: nn.Module, states: list[LayerState], files: SafetensorsFiles, found: Fit) -> None:
-    """After a read that fails, what it should have filled counts as unloaded on every rank."""
-    first = states[0]
-    extra: dict[str, Tensor] = {}
-    reader = SliceReader()
-    try:
-        with agreeing(first, "what load_pretrained filled"):
-            try:
-                _fill_layers(states, reader, found)
-                values = _new_values(states, reader, found)
-                extra = {name: stored.tensor() for name, stored in found.extra.items()}
-            except Exception as error:
-                remedy = "What it was to fill is unloaded now: load again."
-                raise RuntimeError(
-                    f"reading {files.directory} failed: {error}. {remedy}"
-                ) from error
-        what = "the buffers that load_pretrained computes"
-        with agreeing(first, what) as lines:
-            computed = initialise(model, states)
-            lines += [name for name, _ in computed]
-    except Exception:
-        for state in states:
-            for sharded in state.parameters:
-                if id(sharded.sites.parameter) in found.maps:
-                    sharded.chunk.unloaded.add(sharded.index)
-        raise
-    for value in [*values.values(), *(value for _, value in computed)]:
+    first, reader = states[0], SliceReader()
+    mapped = [sharded for key, sharded in sharded_in(states).items() if key in found.maps]
+    with filling(model, states, files.directory, mapped, "load_pretrained"):
+        _fill_layers(states, reader, found)
+        values = _new_values(states, reader, found)
+        extra = {name: stored.tensor() for name, stored in found.extra.items()}
+    for key, value in values.items():
         if value.numel():
             first.communicator.broadcast(value)
-    for key, value in values.items():
         put(model, found.tensors[key], value)
     set_extra_states(found.owner, extra, first, "load_pretrained")
     if found.used is not None:

@@ -91,7 +91,7 @@ def save_merged(
             outputs = outputs_of_model(owner, contents, (), dtype)
             shards = shards_of(outputs, bytes_in(max_shard_size))
             walk = WeightWalk(contents, outputs, adapted, read)
-            export = Export(owner, contents, directory, shards, walk)
+            export = Export(owner, directory, shards, walk)
             lines += export.lines + files
         export.write()
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoint.contents import Contents
+from ..checkpoint.full_state import converted
 from ..checkpoint.meta_buffers import twin
 from ..checkpoint.safetensors_files import INDEX, SINGLE
 from .conversions import reverted
@@ -88,7 +89,7 @@ def outputs_of_model(
             type(model).__name__, reason,
         )  # fmt: skip
     return [
-        Output(name, _converted(tensor.dtype, dtype), tuple(tensor.shape), tensor.index_map)
+        Output(name, converted(tensor.dtype, dtype), tuple(tensor.shape), tensor.index_map)
         for name, tensor in found.items()
     ]
 
@@ -133,7 +134,7 @@ def outputs_of_adapter(
             index_map = Whole(prompts[0], shape)
         else:
             index_map = Computed(shape, prompts)
-        outputs.append(Output(name, _converted(value.dtype, dtype), shape, index_map))
+        outputs.append(Output(name, converted(value.dtype, dtype), shape, index_map))
     return outputs
 
 
@@ -228,10 +229,6 @@ def _kept_names(model: nn.Module, contents: Contents) -> dict[str, str]:
         if name not in ignored:
             kept[name] = names[0]
     return kept
-
-
-def _converted(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
-    return to if to is not None and dtype.is_floating_point else dtype
 
 
 def _saves_embeddings(model: Any, config: Any) -> bool:

@@ -125,14 +125,14 @@ def _exports(
             )
         outputs = outputs_of_model(owner, contents, extra, dtype)
         walk = WeightWalk(contents, _rearranged(outputs))
-        yield Export(owner, contents, directory, shards_of(outputs, max_bytes), walk)
+        yield Export(owner, directory, shards_of(outputs, max_bytes), walk)
         return
     for adapter, config in owner.peft_config.items():
         outputs = outputs_of_adapter(owner, adapter, contents, dtype)
         place = directory if adapter == "default" else directory / adapter
         check_unmixed(place, str(getattr(config, "base_model_name_or_path", None) or ""))
         walk = WeightWalk(contents, _rearranged(outputs), encoder=(owner, adapter))
-        yield Export(owner, contents, place, {FILE: outputs}, walk, adapter)
+        yield Export(owner, place, {FILE: outputs}, walk, adapter)
 
 
 def _rearranged(outputs: Iterable[Output]) -> list[Output]:
@@ -162,14 +162,13 @@ class Export:
     def __init__(
         self,
         model: nn.Module,
-        contents: Contents,
         directory: Path,
         shards: dict[str, list[Output]],
         walk: WeightWalk,
         adapter: str | None = None,
     ) -> None:
         self._model, self._adapter = model, adapter
-        self._contents, self._walk = contents, walk
+        self._contents, self._walk = walk.contents, walk
         self._directory = Path(os.path.abspath(directory))
         self._shards = shards
         self._token = ""
@@ -183,7 +182,7 @@ class Export:
             for output in shard:
                 self._places[output.name] = file, place
                 place += output.nbytes
-        contents.check_loaded(sources_of(chain(*shards.values())), "save_pretrained")
+        self._contents.check_loaded(sources_of(chain(*shards.values())), "save_pretrained")
 
     @property
     def lines(self) -> list[str]:
@@ -223,10 +222,9 @@ class Export:
         file_operations.make_directory(self._directory)
         for file, shard in self._shards.items():
             header = self._headers[file]
-            with file_operations.create(self._temporary(file)) as opened:
+            with file_operations.writing(self._temporary(file)) as opened:
                 file_operations.resize(opened, len(header) + sum(o.nbytes for o in shard))
                 file_operations.write_at(opened, 0, memoryview(header))
-                file_operations.sync(opened)
 
     def _fill(self) -> None:
         """After an error this rank goes on, because the others need it to gather."""
@@ -252,24 +250,35 @@ class Export:
                 continue
             with self._opened(file) as opened:
                 for output in outputs:
-                    _, place = self._places[output.name]
                     for start, values in _slices(output, held):
-                        where = place + start * output.dtype.itemsize
-                        _write_values(opened, where, values, output.dtype)
+                        self._write(opened, output, start, values)
 
     def _write_share(self, output: Output, fill_in: Callable[[Tensor, int], None]) -> None:
-        contents, (file, place) = self._contents, self._places[output.name]
+        contents = self._contents
         low, high = contents.share(output.numel)
         # ranks may have other values: rank 0's count
         if all(source in contents.others for source in output.index_map.sources):
             low, high = 0, output.numel if contents.is_first else 0
+        file, _ = self._places[output.name]
         with self._opened(file) if low < high else nullcontext() as opened:
             for start in range(low, high, _AT_ONCE):
                 numel = min(_AT_ONCE, high - start)
                 values = torch.empty(numel, dtype=output.dtype, device=contents.device)
                 fill_in(values, start)
-                where = place + start * output.dtype.itemsize
-                _write_values(opened, where, values, output.dtype)
+                self._write(opened, output, start, values)
+
+    def _write(self, file: Any, output: Output, start: int, values: Tensor) -> None:
+        """Writes elements of a tensor, from number `start` on: from their memory if it can, and
+        otherwise through a copy of a few MB.
+        """
+        where = self._places[output.name][1] + start * output.dtype.itemsize
+        if values.device.type == "cpu" and values.dtype == output.dtype:
+            file_operations.write_at(file, where, bytes_of(values))
+            return
+        for piece in torch.split(values, STAGE_BYTES // values.dtype.itemsize):
+            staged = piece.to(output.dtype).cpu()
+            file_operations.write_at(file, where, bytes_of(staged))
+            where += staged.nbytes
 
     def _finish(self) -> None:
         """Names the files, and writes the index and the configuration. Rank 0 calls it."""
@@ -345,14 +354,3 @@ def _slices(
             high = min(start + values.numel(), extent.at + extent.length)
             if low < high:
                 yield extent.start + low - extent.at, values[low - start : high - start]
-
-
-def _write_values(file: Any, where: int, values: Tensor, dtype: torch.dtype) -> None:
-    """Writes from the tensor's memory if it can, and otherwise through a copy of a few MB."""
-    if values.device.type == "cpu" and values.dtype == dtype:
-        file_operations.write_at(file, where, bytes_of(values))
-        return
-    for piece in torch.split(values, STAGE_BYTES // values.dtype.itemsize):
-        staged = piece.to(dtype).cpu()
-        file_operations.write_at(file, where, bytes_of(staged))
-        where += staged.nbytes

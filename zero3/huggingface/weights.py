@@ -130,7 +130,7 @@ class WeightWalk:
             RuntimeError: Parameters have no values.
             ValueError: Adapters are merged already, or can't be merged.
         """
-        self._contents, self._read, self._encoder = contents, read, encoder
+        self.contents, self._read, self._encoder = contents, read, encoder
         self._adapted = _that_merge(adapted)
         self._sharded = sharded_in(contents.states)
         states = {chunk: state for state in contents.states for chunk in state.chunks}
@@ -156,7 +156,7 @@ class WeightWalk:
         self._merged: set[int] = set()
 
     def _sources(self, outputs: Sequence[Output]) -> list[ShardedParameter]:
-        known = self._contents.parameters
+        known = self.contents.parameters
         names = dict.fromkeys(name for o in outputs for name in o.index_map.sources)
         return [known[name] for name in names if name in known]
 
@@ -249,7 +249,7 @@ class WeightWalk:
                 memory = self._memory_of(number, turns)[start:]
                 start += reading.nbytes
             else:
-                device = self._contents.device
+                device = self.contents.device
                 memory = torch.empty(reading.nbytes, dtype=torch.uint8, device=device)
             reading.start(memory)
 
@@ -265,7 +265,7 @@ class WeightWalk:
                 for other, group in enumerate(self._groups)
                 if self._turn(other, turns) == turn
             ]
-            device = self._contents.device
+            device = self.contents.device
             self._memory[turn] = torch.empty(max(sizes), dtype=torch.uint8, device=device)
         return self._memory[turn]
 
@@ -274,8 +274,8 @@ class WeightWalk:
 
     def _received(self, outputs: Sequence[Output]) -> dict[str, Tensor]:
         """Buffers, with the values of the first rank."""
-        others, device = self._contents.others, self._contents.device
-        ranks = shards_of(unconducted(self._contents.communicator))
+        others, device = self.contents.others, self.contents.device
+        ranks = shards_of(unconducted(self.contents.communicator))
         found = {}
         for name in dict.fromkeys(n for o in outputs for n in o.index_map.sources if n in others):
             copy = torch.empty(others[name].shape, dtype=others[name].dtype, device=device)
@@ -304,7 +304,7 @@ class WeightWalk:
         """Whether its elements lie side by side, in its dtype, in memory that is not the model's.
         `dequantised`: also in memory that is made for them.
         """
-        known, name = self._contents, output.index_map.sources[0]
+        known, name = self.contents, output.index_map.sources[0]
         if not isinstance(output.index_map, Whole) or self._used[name] > 1:
             return False
         if name in known.others:
@@ -335,7 +335,7 @@ class WeightWalk:
 
     def _values_of(self, output: Output) -> dict[str, Tensor]:
         """By name, flat."""
-        known, names = self._contents.parameters, output.index_map.sources
+        known, names = self.contents.parameters, output.index_map.sources
         ids = {name: id(known[name].sites.parameter) for name in names if name in known}
         for gone in self._values.keys() - set(ids.values()):
             del self._values[gone]

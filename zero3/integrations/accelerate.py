@@ -18,15 +18,14 @@ from ..auto_wrap import Layers
 from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.save import save_checkpoint
-from ..comm.agreement import Members, agree
-from ..comm.factory import communicator_for
+from ..comm.agreement import agree
 from ..huggingface.save_pretrained import save_pretrained
 from ..optim.clipping import clip_grad_norm_
 from ..optim.grad_scaler import GradScaler
 from ..optim.several import held_by
 from ..sequences.parts import parts_of
 from ..towers.choosing import Optional
-from .alike import all_ranks, check_alike
+from .alike import all_ranks, check_alike, everyone
 from .handover import Handover, check_held, check_together, is_chunk
 from .preparing import Policy, Sharding, computes_in_low_precision, refuse_ignored
 from .versions import require
@@ -228,8 +227,7 @@ class Zero3Accelerator(Accelerator):
         if given:
             sync = self.gradient_state.plugin_kwargs.get("sync_each_batch")
             told = {name: getattr(self, name, None) for name in _ALIKE} | {"sync_each_batch": sync}
-            what = "the options of Zero3Accelerator"
-            check_alike(self.device, what, told, "Give every rank the same", "prepare")
+            check_alike(self.device, "the options of Zero3Accelerator", told, "prepare")
         for model in filter(is_sharded, given):
             refuse_ignored(model)
         models = [each for each in given if not is_sharded(each)]
@@ -336,7 +334,7 @@ class Zero3Accelerator(Accelerator):
         Raises:
             ValueError: Other ranks save or load, which takes all of them. Every rank raises it.
         """
-        agree(Members(communicator_for(None, self.device), self.device), "wait_for_everyone", [])
+        agree(everyone(self.device), "wait_for_everyone", [])
         super().wait_for_everyone()
 
     # -- states
@@ -421,7 +419,7 @@ class Zero3Accelerator(Accelerator):
     def _check_files(self, directory: Path) -> None:
         """accelerate would miss them when the models have changed."""
         # rank 0 may have written them just now
-        agree(Members(communicator_for(None, self.device), self.device), "load_state", [])
+        agree(everyone(self.device), "load_state", [])
         kinds = (SCHEDULER_NAME, self._schedulers), (OPTIMIZER_NAME, self._optimizers)
         needed = [
             f"{kind}{f'_{number}' if number else ''}.bin"

@@ -15,28 +15,36 @@ from ..comm.factory import communicator_for
 __all__: list[str] = []
 
 
+def everyone(device: torch.device) -> Members:
+    return Members(communicator_for(None, device), device)
+
+
 def all_ranks(device: torch.device, subject: str) -> AbstractContextManager[list[str]]:
     """`agreeing` of all ranks: what one raises inside, all raise."""
-    return agreeing(Members(communicator_for(None, device), device), subject)
+    return agreeing(everyone(device), subject)
 
 
 def check_alike(
-    device: torch.device, what: str, values: Mapping[str, object], remedy: str, caller: str
+    device: torch.device,
+    what: str,
+    values: Mapping[str, object],
+    caller: str,
+    remedy: str = "Give every rank the same",
 ) -> None:
     """Every rank calls it. Objects are compared by their types.
 
     Raises:
         ValueError: Ranks differ. All of them raise it, and it names each value that differs.
     """
-    everyone = Members(communicator_for(None, device), device)
-    if everyone.communicator.world_size == 1:
+    ranks = everyone(device)
+    if ranks.communicator.world_size == 1:
         return
-    agree(everyone, what, [], caller=caller)
+    agree(ranks, what, [], caller=caller)
     own = {
         name: json.dumps(v, skipkeys=True, default=lambda v: type(v).__name__)
         for name, v in values.items()
     }
-    texts = exchange_texts(everyone, json.dumps(own))
+    texts = exchange_texts(ranks, json.dumps(own))
     told = [json.loads(text) for text in texts]
     found = {
         name: {rank: each.get(name, "nothing") for rank, each in enumerate(told)}

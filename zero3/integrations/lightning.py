@@ -31,7 +31,7 @@ from ..shard import shard
 from ..towers.choosing import Optional
 from .alike import all_ranks
 from .handover import check_together, is_chunk
-from .preparing import computes_in_low_precision, make_masters, policy_for, refuse_ignored
+from .preparing import Sharding, computes_in_low_precision, policy_and_masters, refuse_ignored
 from .versions import require
 
 require("lightning", __name__)
@@ -127,7 +127,7 @@ class Zero3Strategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._sharding = layers, optional, policy
+        self._sharding = Sharding(policy, layers, optional)
         self._ours = False  # whether what is being restored is a checkpoint of zero3
 
     def setup(self, trainer: Any) -> None:
@@ -235,7 +235,7 @@ class Zero3FabricStrategy(FabricDDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._sharding = layers, optional, policy
+        self._sharding = Sharding(policy, layers, optional)
         # in the same order on all ranks
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._backward_sync_control = _NoSync()
@@ -400,21 +400,12 @@ def _told(trainer: Any) -> list[str]:
     ]
 
 
-def _prepare(
-    model: nn.Module,
-    plugin: Any,
-    sharding: tuple[Layers, Optional, ShardingPolicy | None],
-    device: torch.device,
-) -> None:
+def _prepare(model: nn.Module, plugin: Any, sharding: Sharding, device: torch.device) -> None:
     """Shards the model, unless it is. Mixed precision is its policy's, or else autocast's."""
     mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(plugin.precision, "no")
     if not is_sharded(model):
-        layers, optional, policy = sharding
-        if policy is None:
-            policy = policy_for(mixed)
-            if mixed != "no":
-                make_masters(model)
-        shard(model, layers, optional=optional, device=device, policy=policy)
+        policy = policy_and_masters(model, sharding.policy, mixed)
+        shard(model, sharding.layers, optional=sharding.optional, device=device, policy=policy)
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and not isinstance(scaler, GradScaler):
         plugin.scaler = GradScaler(device.type, enabled=scaler.is_enabled())

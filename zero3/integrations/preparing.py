@@ -33,11 +33,20 @@ _LOW = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 Policy = ShardingPolicy | PolicyOf | None
 
 
-def policy_for(mixed_precision: str) -> ShardingPolicy:
-    """accelerate's `mixed_precision` as a policy: low to compute, float32 to add up and keep."""
+def policy_and_masters(
+    model: nn.Module, policy: Policy, mixed_precision: str
+) -> ShardingPolicy | PolicyOf:
+    """Returns the `policy` that was given. None: the one for accelerate's `mixed_precision`, low to
+    compute, float32 to add up and keep; weights that train are made float32 for it.
+    """
+    if policy is not None:
+        return policy
     low = _LOW.get(mixed_precision)
     if low is None:
         return ShardingPolicy()
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
     return ShardingPolicy(param_dtype=low, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
@@ -60,11 +69,7 @@ class Sharding:
                 not know what to make layers of. It names `shard`.
         """
         _refuse_without_values(model, device)
-        policy = self.policy
-        if policy is None:
-            policy = policy_for(mixed_precision)
-            if mixed_precision in _LOW:
-                make_masters(model)
+        policy = policy_and_masters(model, self.policy, mixed_precision)
         try:
             with logging_only(self._tells):
                 layers = _without_head(model, self.layers) if self.head_in_root else self.layers
@@ -160,10 +165,3 @@ def _refuse_without_values(model: nn.Module, device: torch.device) -> None:
                 "zero3.load_pretrained(model, directory) or zero3.materialize(model), and pass it "
                 "then"
             )
-
-
-def make_masters(model: nn.Module) -> None:
-    """Makes low-precision weights that train float32, before the model is sharded."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..access import is_sharded, resident
 from ..auto_wrap import Layers
 from ..checkpoint.meta_buffers import twin
-from ..comm.agreement import Members, agree
+from ..comm.agreement import agree
 from ..comm.board import board_for
 from ..comm.factory import communicator_for
 from ..core.sites import become
@@ -40,7 +40,7 @@ from ..sequences.splitting import split_sequence
 from ..towers.choosing import Optional
 from . import trainer_checkpoints as checkpoints
 from . import trainer_optimizers as optimizers
-from .alike import all_ranks, check_alike
+from .alike import all_ranks, check_alike, everyone
 from .engines import VLLMWeights, keep_masters
 from .handover import Handover
 from .preparing import Policy, Sharding, enclose_forward
@@ -301,7 +301,7 @@ class Zero3Mixin(_Base):
                 checkpoints.check(Path(resume_from_checkpoint), self.args.device)
                 values = {"resume_from_checkpoint": checkpoints.step_of(resume_from_checkpoint)}
                 what = "the step that they go on from"
-                check_alike(self.args.device, what, values, "Give every rank the same", "train")
+                check_alike(self.args.device, what, values, "train")
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _check_arguments(self, resume: Any) -> None:
@@ -316,8 +316,7 @@ class Zero3Mixin(_Base):
         if isinstance(resume, str | os.PathLike):  # on a disk of each host's it may be another
             resume = "a path"
         values["train(resume_from_checkpoint)"] = resume or None
-        what = "the arguments of training"
-        check_alike(self.args.device, what, values, "Give every rank the same", "train")
+        check_alike(self.args.device, "the arguments of training", values, "train")
 
     def set_initial_training_values(self, args: Any, *rest: Any) -> Any:
         """As the trainer's. Ranks compare the numbers of their steps."""
@@ -327,7 +326,7 @@ class Zero3Mixin(_Base):
         if args.gradient_accumulation_steps > 1 or "epoch" in cadences:
             values["batches of an epoch"] = found[-2]
         remedy = "Give every rank the same rows: the trainer deals them out"
-        check_alike(args.device, "how long they train", values, remedy, "train")
+        check_alike(args.device, "how long they train", values, "train", remedy)
         return found
 
     def _finder_of(self, model: nn.Module) -> BatchFinder:
@@ -426,7 +425,7 @@ class Zero3Mixin(_Base):
         Raises:
             ValueError: Another rank saves, which takes all of them. Every rank raises it.
         """
-        agree(Members(communicator_for(None, self.args.device), self.args.device), "evaluate", [])
+        agree(everyone(self.args.device), "evaluate", [])
         with self.accelerator.one_of_each_group():
             return super().evaluation_loop(*args, **kwargs)
 
@@ -537,7 +536,7 @@ class Zero3Mixin(_Base):
         ]
         values = {"output_dir": sorted(path.name for path in found)}
         remedy = "Put output_dir on a file system that all ranks see"
-        check_alike(self.args.device, "the checkpoints that they see", values, remedy, "train")
+        check_alike(self.args.device, "the checkpoints that they see", values, "train", remedy)
         broken: list[str] = []
         for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
             try:

@@ -109,7 +109,7 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizers, strict: bool = Tr
         lines += [line for member in members for line in _options_of(member)]
         for optimizer in members:
             _check_groups(model, states, optimizer)
-        _check_held(model, states, members)
+        _check_held(states, members)
         for optimizer in members:
             _check_maths(states, optimizer, strict)
 
@@ -169,9 +169,7 @@ def _check_groups(
             )
 
 
-def _check_held(
-    model: nn.Module, states: list[LayerState], optimizers: list[torch.optim.Optimizer]
-) -> None:
+def _check_held(states: list[LayerState], optimizers: list[torch.optim.Optimizer]) -> None:
     found = owned_by(states)
     originals = {key: each.sites.name for key, each in sharded_in(states).items()}
     held = held_by(*optimizers)

@@ -97,9 +97,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         error = mistake_in(lambda: self._take(params, plain, spreads))
         every = [spread for held in spreads for spread in held]
         ranks, mistake = Ranks.of(process_group, (spread.parameter.device for spread in every))
-        self.process_group = process_group_of(ranks.first)
+        self.process_group = process_group_of(ranks.communicator)
         self.rank, self.world_size = ranks.index, ranks.count
-        with meeting(ranks.first, error := error or mistake), ranks.agreeing() as lines:
+        with meeting(ranks.communicator, error := error or mistake), ranks.agreeing() as lines:
             if error is not None:
                 raise error
             lines += [
@@ -342,7 +342,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def join_process_group(self) -> Any:
         """The process group of the context's collectives."""
-        return process_group_of(self._opened.ranks.first)
+        return process_group_of(self._opened.ranks.communicator)
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError(

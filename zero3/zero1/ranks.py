@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agreement import Members, agree, agreeing
+from ..comm.agreement import agree, agreeing
 from ..comm.communicator import Communicator
 from ..comm.errors import NamingFailures, Subject
 from ..comm.factory import WrongMesh, any_device_of, communicator_for
@@ -85,8 +85,8 @@ class Ranks:
 
     def __init__(self, on: dict[torch.device, Communicator]) -> None:
         self.on = on
-        self.device, self.first = next(iter(on.items()))
-        self.index, self.count = self.first.rank, self.first.world_size
+        self.device, self.communicator = next(iter(on.items()))
+        self.index, self.count = self.communicator.rank, self.communicator.world_size
 
     @classmethod
     def of(
@@ -109,19 +109,15 @@ class Ranks:
         except (TypeError, WrongMesh) as mistake:
             return cls({device: communicator_for(None, device) for device in devices}), mistake
 
-    @property
-    def members(self) -> Members:
-        return Members(self.first, self.device)
-
     def naming(self, doing: str, what: str, caller: str = "") -> NamingFailures:
         """Context whose errors tell the rank and the purpose of a transfer that fails inside."""
-        return NamingFailures(self.first, doing, Subject(what), caller)
+        return NamingFailures(self.communicator, doing, Subject(what), caller)
 
     @contextmanager
     def agreeing(self, caller: str = "ZeroRedundancyOptimizer") -> Iterator[list[str]]:
         """`agreeing` of these ranks, about the parameters of the optimizer."""
         what = "the parameters of ZeroRedundancyOptimizer"
-        with agreeing(self.members, what, caller) as lines, as_values():
+        with agreeing(self, what, caller) as lines, as_values():
             yield lines
 
     def roll_call(
@@ -147,15 +143,15 @@ class Ranks:
         digest = hashlib.sha256("\n".join(lines).encode() + sums).digest()[:15]
         subject = "what a step of ZeroRedundancyOptimizer updates"
         with self.naming("comparing with the other ranks", subject, "ZeroRedundancyOptimizer.step"):
-            said = self.first.exchange(digest + bytes([state]), self.device)
+            said = self.communicator.exchange(digest + bytes([state]), self.device)
         active = [rank for rank, each in enumerate(said) if each[-1] != _JOINED]
         heard = {said[rank] for rank in active}
         if len(heard) > 1 or any(each[-1] == _FAILED for each in heard):
             told = None if joined else lines
-            agree(self.members, "what a step updates", told, error)
+            agree(self, "what a step updates", told, error)
             if listing is not None:  # lines are alike, but not what parameters hold
                 with self.naming("comparing with the other ranks", subject):
-                    held = self.first.exchange(sums, self.device)
+                    held = self.communicator.exchange(sums, self.device)
                 listing.check({rank: held[rank] for rank in active})
         return active[0] if 0 < len(active) < self.count else None
 
@@ -168,15 +164,15 @@ class Ranks:
             TypeError: JSON can't hold a value. Every rank raises it.
         """
         own = self.index == source
-        with agreeing(self.members, what):
+        with agreeing(self, what):
             payload = bytearray(json.dumps(encode_scalar(values, what)) if own else "", "utf-8")
         size = torch.tensor([len(payload)], device=self.device)
         with self.naming("broadcasting", f"what rank {source} has to tell of {what}"):
-            self.first.broadcast(size, source)
+            self.communicator.broadcast(size, source)
             content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
             if own:
                 content.copy_(torch.frombuffer(payload, dtype=torch.uint8))
-            self.first.broadcast(content, source)
+            self.communicator.broadcast(content, source)
         return (
             values if own else dict(decode_scalar(json.loads(bytes(content.tolist())), self.device))
         )

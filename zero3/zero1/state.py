@@ -49,13 +49,11 @@ def consolidate(shards: Shards, to: int) -> dict[Tensor, dict[str, Any]] | None:
         TypeError: A state is neither a tensor nor a plain value. Every rank raises it.
     """
     ranks = shards.ranks
-    with agreeing(ranks.members, "the state of ZeroRedundancyOptimizer"):
+    with agreeing(ranks, "the state of ZeroRedundancyOptimizer"):
         held = [(number, spread) for number, spread in enumerate(shards.spreads) if spread.own]
         mine = [(number, _description(shards, spread)) for number, spread in held]
     with ranks.naming("describing", "the state of ZeroRedundancyOptimizer"):
-        everyone = [
-            dict(json.loads(text)) for text in exchange_texts(ranks.members, json.dumps(mine))
-        ]
+        everyone = [dict(json.loads(text)) for text in exchange_texts(ranks, json.dumps(mine))]
     full: dict[Tensor, dict[str, Any]] = {}
     for number, spread in enumerate(shards.spreads):
         described = next((told[number] for told in everyone if told.get(number)), ())
