@@ -112,6 +112,72 @@ def test_what_a_context_has_kept_is_reduced_after_it(lengths: tuple[int, ...]) -
         assert_close(found, dict(expected.state_dict()), 1e-9, "parameters")
 
 
+def then(model: nn.Module, optimizer: torch.optim.Optimizer, *names: str) -> None:
+    for name in names:
+        if name == "zero":
+            optimizer.zero_grad()
+        elif name == "reduce":
+            zero3.reduce_gradients(model)
+        else:
+            zero3.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("inside", "at_step", "after"), [
+    ((), (), ("zero", "reduce", "clip")), (("zero",), (), ("reduce", "clip")), (("zero",), (), ("clip",)),
+    (("zero",), ("clip",), ("reduce",)),
+], ids=["after the context", "in it, then reduced", "in it", "before a step"])  # fmt: skip
+def test_what_was_kept_and_zeroed_is_nobodys(inside: tuple[str, ...], at_step: tuple[str, ...], after: tuple[str, ...]) -> None:
+    """Also on a rank that has kept nothing, and never did."""
+    models = [mlp(2) for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], nn.Linear, process_group=group)
+        optimizer = torch.optim.SGD(zero3.get_trainable_chunk(model), lr=1.0)
+        before = zero3.full_state_dict(model, rank0_only=False)
+        with joined_threads(group, model, lambda: then(model, optimizer, *at_step)) as uneven:
+            if group.rank:
+                with zero3.no_sync(model):
+                    model(rows(2)).pow(2).mean().backward()
+                then(model, optimizer, *inside)
+                if at_step:
+                    uneven.step()
+        then(model, optimizer, *after)
+        assert all(chunk.grad is None for chunk in zero3.get_trainable_chunk(model))
+        assert_close(zero3.full_state_dict(model, rank0_only=False), before, 0.0, "parameters")
+
+    run_ranks(2, body, 20)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(2), mlp(3)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+def test_a_backward_reduces_what_a_context_has_kept_of_layers_that_it_does_not_reach() -> None:
+    expected, models = Halves(), [Halves() for _ in range(2)]
+    for loss in (expected(rows(2)), expected(rows(2), both=False), expected(rows(3), both=False)):
+        (loss.pow(2).mean() / 2).backward()
+    nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+
+    def body(group: ThreadCommunicator) -> dict[str, Tensor]:
+        model = zero3.shard(models[group.rank], nn.Linear, process_group=group)
+        with joined_threads(group, model, lambda: None), zero3.no_sync(model):
+            if group.rank:
+                model(rows(2)).pow(2).mean().backward()
+        model(rows(2 + group.rank), both=False).pow(2).mean().backward()
+        then(model, torch.optim.SGD(zero3.get_trainable_chunk(model), lr=1.0), "clip")
+        return zero3.full_state_dict(model, rank0_only=False)
+
+    for found in run_ranks(2, body, 20):
+        assert_close(found, dict(expected.state_dict()), 1e-9, "parameters")
+
+
 def unscale(optimizer: torch.optim.Optimizer) -> None:
     scaler = zero3.GradScaler("cpu")
     scaler.scale(torch.zeros(1))

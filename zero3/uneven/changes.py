@@ -93,6 +93,8 @@ class StateChanges:
             if account.owed:
                 continue
             account.keep(state.gradients)
+            if (backward := state.gradients.backward()) is not None:
+                backward.owe()
             if total is not None:
                 total = torch.tensor(total, dtype=torch.float64, device=state.device)
                 account.note_tokens(total)

@@ -395,6 +395,8 @@ class JoinCoordinator:
             raise
 
     def _keep_alike(self) -> None:
+        for runtime in self._runtimes:
+            runtime.backward.forget_zeroed()
         try:
             told = self._announcements.tell(self._changes.kept())
         except RuntimeError:
