@@ -175,6 +175,16 @@ def test_batch_finder_refuses_policies_by_its_own_name(policy: dict[str, Any]) -
     run_ranks(2, body)
 
 
+def test_batch_finder_of_a_part_of_a_layer_on_one_rank_alone_is_told_to_all() -> None:
+    def body(group: ThreadCommunicator) -> None:
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+        model = zero3.shard(nn.Sequential(*layers), layers, process_group=group)
+        with pytest.raises(ValueError, match=r"^rank 1: BatchFinder of a Linear inside a layer"):
+            zero3.BatchFinder(layers[0][0] if group.rank else model)
+
+    run_ranks(2, body)
+
+
 def test_batch_finder_refuses_batches_by_name() -> None:
     def body(group: ThreadCommunicator) -> None:
         model, rank = model_of(group), group.rank

@@ -94,9 +94,9 @@ class LayerChunks(list[Chunk]):
         """
         names: dict[str, nn.Parameter | None] = {}
         for chunk in self:
-            name = "trainable_chunk" if chunk.parts.trained_at_first else "frozen_chunk"
-            first = chunk.parts.trained_at_first
-            alike = [c for c in self if c.parts.trained_at_first == first]
+            trained = chunk.parts.trained_at_first
+            name = "trainable_chunk" if trained else "frozen_chunk"
+            alike = [c for c in self if c.parts.trained_at_first == trained]
             if len({c.own_dtype for c in alike}) > 1:
                 name += f"_{str(chunk.own_dtype).removeprefix('torch.')}"
             if chunk.in_part:  # there is one for each parameter

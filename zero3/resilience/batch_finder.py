@@ -62,11 +62,10 @@ class BatchFinder:
     def __init__(self, model: nn.Module, batch_size: int | None = None) -> None:
         self._states = used(model, "BatchFinder")
         why = "it drops what did not fit, as zero3.step_guard"
-        refuse_where_nothing_repeats(model, self._states, "BatchFinder", why)
-        first = self._states[0]
-        with agreeing(first, "BatchFinder") as lines:
+        with agreeing(self._states[0], "BatchFinder") as lines:
             if (error := _mistake(batch_size)) is not None:
                 raise error
+            refuse_where_nothing_repeats(model, self._states, "BatchFinder", why)
             lines.append(f"batch_size: {batch_size}")
         self.model, self.batch_size = model, integer(batch_size)
 

@@ -162,7 +162,8 @@ class CollectiveReplay:
         self._states = used_together(model, "step_guard")
         self.rank = self._states[0].communicator.rank
         why = "it repeats the transfers of a micro-batch"
-        refuse_where_nothing_repeats(model, self._states, "step_guard", why)
+        rank = f"rank {self.rank}: "  # no rank compares yet
+        refuse_where_nothing_repeats(model, self._states, "step_guard", why, rank)
         if any(state.gradients.holds for state in self._states):
             raise WrongCallError(
                 "zero3.step_guard inside another one: give each micro-batch one guard"
@@ -329,17 +330,16 @@ class CollectiveReplay:
 
 
 def refuse_where_nothing_repeats(
-    model: nn.Module, states: list[LayerState], caller: str, why: str
+    model: nn.Module, states: list[LayerState], caller: str, why: str, rank: str = ""
 ) -> None:
-    """Raises ValueError, on all ranks, if the transfers of a micro-batch can't be repeated. `why`
-    the `caller` has to.
+    """Raises ValueError if the transfers of a micro-batch can't be repeated. `why`: the `caller`
+    has to. `rank`: this one, for errors that ranks do not tell each other.
     """
     if not layers_of(model):  # what such a part transfers is its layer's
         raise inside_a_layer(model, states, caller)
     if any(state.policy.stage != 3 or state.policy.dynamic for state in states):
         raise ValueError(
-            f"rank {states[0].communicator.rank}: zero3.{caller} needs ShardingPolicy(stage=3, "
-            f"dynamic=False): {why}"
+            f"{rank}zero3.{caller} needs ShardingPolicy(stage=3, dynamic=False): {why}"
         )
     refuse_towers(model, f"zero3.{caller}", why)
 
