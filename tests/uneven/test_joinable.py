@@ -149,6 +149,26 @@ def test_what_was_kept_and_zeroed_is_nobodys(inside: tuple[str, ...], at_step: t
     run_ranks(2, body, 20)
 
 
+def test_what_was_kept_and_frozen_since_is_reduced_on_all_ranks() -> None:
+    expected, models = mlp(2), [mlp(2) for _ in range(2)]
+    (expected(rows(2)).pow(2).mean() / 2).backward()
+
+    def body(group: ThreadCommunicator) -> Tensor:
+        model = zero3.shard(models[group.rank], nn.Linear, process_group=group)
+        with joined_threads(group, model, lambda: None):
+            if group.rank:
+                with zero3.no_sync(model):
+                    model(rows(2)).pow(2).mean().backward()
+            chunks = zero3.get_trainable_chunk(model)
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+        zero3.reduce_gradients(model)
+        return torch.stack([torch.as_tensor(chunk.grad.as_subclass(Tensor).sum()) for chunk in chunks])
+
+    sums = torch.stack(run_ranks(2, body, 20)).sum()
+    torch.testing.assert_close(sums, sum(p.grad.sum() for p in expected.parameters()), rtol=1e-9, atol=1e-12)
+
+
 class Halves(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -232,7 +232,8 @@ class Account:
         self.watch(layer)
         for part in self.chunk.parts:
             parameter = part.parameter
-            if parameter.requires_grad:
+            # the chunk may have been frozen since
+            if parameter.requires_grad or parameter is self.chunk.shard:
                 parameter.grad = DeferredGradient.like(parameter, weakref.ref(layer))
             if parameter.grad is not None:
                 vars(parameter.grad).pop(TOKENS, None)

@@ -208,6 +208,7 @@ class GradientBuffer:
                 self.written.update(self.came)
                 self.came.clear()
                 return full
+            del full
         full, spots = self.flat(told=True), self.layout.spots
         if self.missing or spots[-1]:  # padding
             for index in range(len(spots)):
