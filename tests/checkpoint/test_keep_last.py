@@ -139,6 +139,7 @@ def test_latest_checkpoint_of_a_run(tmp_path: Path) -> None:
     for number, run in enumerate(["a", "a", "b", "a"]):
         zero3.save_checkpoint(tmp_path / str(number), model, run=run)
     assert zero3.latest_checkpoint(tmp_path) == zero3.latest_checkpoint(tmp_path, run="a") == tmp_path / "3"
+    assert zero3.latest_checkpoint(tmp_path, model=model, run="a") == tmp_path / "3"  # a model of one layer
     assert zero3.latest_checkpoint(tmp_path, run="b") == tmp_path / "2"
     assert zero3.latest_checkpoint(tmp_path, run="c") is None
     next((tmp_path / "3").glob("data-*/model*")).write_bytes(b"cut off")

@@ -58,6 +58,20 @@ def test_a_step_has_no_race(fake_device: FakeDevice, depth: int, case: dict[str,
     assert fake_device.races == []
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_layer_that_was_gathered_for_nothing_is_given_back_when_it_has_come(fake_device: FakeDevice, depth: int) -> None:
+    """A backward of some layers alone looks further ahead than it goes."""
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    layers = [Zero3Layer(block, policy=ShardingPolicy(prefetch_depth=depth), process_group=EchoCommunicator()) for block in blocks]
+    model, middle = Zero3Sequential(layers), list[Any]()
+    layers[1].register_forward_hook(lambda *given: middle.append(given[-1]))
+    for _ in range(2):
+        loss = model(torch.ones(2, 4, requires_grad=True)).pow(2).sum()
+        torch.autograd.grad(loss, middle.pop())
+    fake_device.notice_freed()
+    assert fake_device.races == []
+
+
 @pytest.mark.parametrize("mesh", [False, True])
 def test_everything_is_allocated_on_the_compute_stream(fake_device: FakeDevice, mesh: bool) -> None:
     """What a lane allocated could be handed out again in the lane's order, behind the back of compute."""

@@ -100,6 +100,18 @@ def test_resident_bytes_hold_the_first_that_fit_and_gather_them_once(nbytes: int
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("group_adapters", [True, False])
+def test_what_trains_takes_none_of_resident_bytes(group_adapters: bool) -> None:
+    """Wherever it stands among what is frozen: bytes for exactly that hold all of it."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = sharded(group, resident_bytes=ALL, group_adapters=group_adapters)
+        train(model, Turn(group.rank, 0, 2))
+        assert sum(held_bytes(model).values()) == ALL
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("change", ["load", "checkpoint", "writeback", "by hand", "one rank alone"])
 def test_resident_bytes_follow_a_load_a_writeback_or_a_changed_chunk(change: str, tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> None:

@@ -100,14 +100,34 @@ def size_of(offloaded: Any) -> int:
     return os.fstat(offloaded._store._file._file.fileno()).st_size
 
 
+class Multiplied(torch.autograd.Function):
+    """As kernels do that torch does not know: what it saves is no parameter, and no view of one, but its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight.detach())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x
+
+
+class ByAKernel(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Multiplied.apply(x, self.weight) + self.bias
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_no_parameter_goes_out(world_size: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [nn.Linear, ByAKernel])
+def test_no_parameter_goes_out(world_size: int, dtype: torch.dtype | None, kind: type[nn.Linear], tmp_path: Path) -> None:
     """Of a batch of one, every activation is smaller than every weight."""
 
     def body(group: ThreadCommunicator) -> tuple[int, int]:
         policy = zero3.ShardingPolicy(param_dtype=dtype)
-        layers = seeded(*[lambda: nn.Linear(40, 40)] * 3)
+        layers = seeded(*[lambda: kind(40, 40)] * 3)
         layers[0].requires_grad_(False)
         model = zero3.Zero3Sequential([zero3.Zero3Layer(layer, policy=policy, process_group=group) for layer in layers])
         sizes = []

@@ -59,6 +59,19 @@ def test_pages_leave_the_process_after_use(tmp_path: Path) -> None:
         on_ranks(world_size, body, tmp_path)
 
 
+def test_pages_leave_the_process_when_values_are_made_layer_by_layer(tmp_path: Path) -> None:
+    """Of a model on meta, before any of them is used."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], policy=ShardingPolicy(offload=tmp_path), process_group=group)
+        zero3.materialize(model)
+        assert [of_pages(chunk.shard, "Rss") for chunk in chunks_of(model)] == [0] * len(chunks_of(model))
+
+    with torch.device("meta"):
+        models = [Model() for _ in range(2)]
+    run_ranks(2, body)
+
+
 def test_pages_leave_a_rank_without_data_that_only_takes_part(tmp_path: Path) -> None:
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(models[group.rank], policy=ShardingPolicy(offload=tmp_path), process_group=group)
