@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero3.checkpoint.lazy import Lazy, assembled, fills, held, joined
+from zero3.checkpoint.lazy import Lazy, as_lazy, assembled, fills, joined
 
 
 def check(lazy: Lazy, expected: Tensor, data: Any) -> None:
@@ -26,13 +26,13 @@ def check(lazy: Lazy, expected: Tensor, data: Any) -> None:
 def test_blocks_of_any_dimensions(shape: list[int], data: Any) -> None:
     whole = torch.randn(shape)
     cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
-    blocks = [((), held(whole))] if not shape else []
+    blocks = [((), as_lazy(whole))] if not shape else []
     places: list[list[tuple[int, int]]] = [[]]
     for ends in cuts:
         places = [[*place, pair] for place in places for pair in itertools.pairwise(ends)]
     for place in data.draw(st.permutations(places)):
         values = whole[tuple(slice(*pair) for pair in place)]
-        blocks.append((tuple(first for first, _ in place), held(values)))
+        blocks.append((tuple(first for first, _ in place), as_lazy(values)))
     check(assembled(torch.float32, tuple(shape), blocks), whole, data)
 
 
@@ -54,13 +54,13 @@ def test_blocks_fill_a_tensor_if_each_element_is_in_one(shape: tuple[int, ...], 
 
 
 def test_a_number_is_a_block() -> None:
-    assert assembled(torch.float32, (), [((), held(torch.tensor(3.0)))]).tensor() == 3
+    assert assembled(torch.float32, (), [((), as_lazy(torch.tensor(3.0)))]).tensor() == 3
 
 
 @given(st.integers(0, 20), st.integers(1, 5), st.data())
 def test_pieces_with_padding(numel: int, ranks: int, data: Any) -> None:
     whole, length = torch.randn(numel), -(-numel // ranks)
-    pieces = [held(whole).part(rank * length, (rank + 1) * length) for rank in range(ranks)]
+    pieces = [as_lazy(whole).part(rank * length, (rank + 1) * length) for rank in range(ranks)]
     flat = torch.cat([piece.tensor() for piece in pieces])
     assert not flat[numel:].any()
     check(joined(torch.float32, (numel,), pieces), whole, data)
@@ -68,6 +68,6 @@ def test_pieces_with_padding(numel: int, ranks: int, data: Any) -> None:
 
 def test_pieces_are_a_few_megabytes() -> None:
     whole = torch.randn(3 << 20)
-    sizes = [len(piece) for piece in held(whole).pieces()]
+    sizes = [len(piece) for piece in as_lazy(whole).pieces()]
     assert sizes == [4 << 20] * 3
-    assert b"".join(map(bytes, held(whole).pieces())) == whole.numpy().tobytes()
+    assert b"".join(map(bytes, as_lazy(whole).pieces())) == whole.numpy().tobytes()
