@@ -54,8 +54,9 @@ class ShardGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if any(getattr(kind, "zero3_stands_in", False) for kind in types):
-            return NotImplemented  # torch asks the one that stands for other values
+        for kind in types:
+            if getattr(kind, "zero3_stands_in", False):
+                return NotImplemented  # torch asks the one that stands for other values
         if func in _NORMS:
             cls._before_norm(sys._getframe(1))
         if func in _COPIES:
