@@ -117,6 +117,9 @@ class WholeGradient(PieceGradient):
 
     @classmethod
     def _before_norm(cls, caller: FrameType | None) -> None:
+        # what stood for its values has passed the call on
+        while caller is not None and caller.f_code.co_name == "__torch_function__":
+            caller = caller.f_back
         if (
             caller is not None
             and caller.f_globals.get("__name__") == torch.nn.utils.clip_grad.__name__

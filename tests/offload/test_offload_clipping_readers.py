@@ -15,7 +15,7 @@ import zero3
 from tests.offload.test_offload_clipping import gradients, prepared, untouched
 from tests.support.models import WORLDS, mlp, step
 from tests.support.offloaded import MAKES, groups_of, same_bits, state_of, trained, values_of, wrapped
-from tests.support.ranks import ThreadCommunicator
+from tests.support.ranks import ThreadCommunicator, run_ranks
 from tests.support.reference import Turn
 
 READS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
@@ -71,6 +71,27 @@ def test_one_that_was_read_leaves_the_others_to_be_scaled(how: str, tmp_path: Pa
         return [*(each.as_subclass(Tensor) for each in seen), *values_of(model)]
 
     same_bits(2, run, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["chunks", "groups", "whole"])
+def test_torchs_own_clipping_is_refused_of_gradients_that_nobody_has_asked(how: str, tmp_path: Path) -> None:
+    """As of those that are in memory. Of whole parameters one norm is right, and a total over those of one rank is not."""
+
+    def body(group: ThreadCommunicator) -> None:
+        model = wrapped(group, tmp_path, mlp())
+        optimizer = zero3.offload_optimizer(MAKES["sgd"](groups_of(model, how)))
+        for number in range(2):
+            optimizer.zero_grad()
+            step(model, Turn(group.rank, number, group.world_size))
+            if number == 0:
+                zero3.clip_grad_norm_(model, 0.1)
+        own = [parameter for each in optimizer.param_groups for parameter in each["params"] if parameter.numel()]
+        assert all(type(parameter.grad).__name__ == "UntouchedGradient" for parameter in own)
+        with pytest.raises(RuntimeError, match=r"use zero3\.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(own, 0.1)
+        assert how != "whole" or own[0].grad.norm() > 0
+
+    run_ranks(2, body)
 
 
 def edit_by_numpy(model: nn.Module) -> None:
