@@ -18,6 +18,12 @@ class _Done:
         return True
 
 
+_DONE = _Done()  # one for all: the transfers' own time would be counted
+
+
+def _nothing(nbytes: int) -> None: ...
+
+
 class Transfers:
     """Stands for the two collectives that sharding is made of. At first they are torch's own; after `replace`, `carry` is all they do.
 
@@ -27,7 +33,7 @@ class Transfers:
     def __init__(self) -> None:
         self._carry: Callable[[int], None] | None = None
 
-    def replace(self, carry: Callable[[int], None] = lambda nbytes: None) -> None:
+    def replace(self, carry: Callable[[int], None] = _nothing) -> None:
         """`carry(nbytes)`, on the stream that a transfer is asked for on: what the rank receives of it."""
         self._carry = carry
 
@@ -39,11 +45,12 @@ class Transfers:
             source = kwargs.pop("input_tensor", input)
             if self._carry is None:
                 return original(output, source, *args, **kwargs)
-            own = source.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()  # a gathered layer lies in its place
-            if source.dtype == torch.uint8 and own:  # what ranks compare: all others say the same
+            # what ranks compare: all others say the same. A gathered layer lies in its place already
+            if source.dtype == torch.uint8 and source.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
                 output.view(-1, source.numel()).copy_(source)
-            self._carry(abs(output.nbytes - source.nbytes))  # type: ignore[union-attr]
-            return _Done() if kwargs.get("async_op") else None
+            if self._carry is not _nothing:
+                self._carry(abs(output.nbytes - source.nbytes))  # type: ignore[union-attr]
+            return _DONE if kwargs.get("async_op") else None
 
         return transfer
 

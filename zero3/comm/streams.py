@@ -41,7 +41,7 @@ class Then:
     order of waits, which is the same on all ranks.
     """
 
-    def __init__(self, pending: Pending, then: Callable[[], object] | None) -> None:
+    def __init__(self, pending: Pending, then: Callable[[], object] | None = None) -> None:
         self._pending: Pending | None = pending
         self._then = then
 
@@ -130,8 +130,7 @@ class HostLane:
     def issue(self) -> AbstractContextManager[object]:
         return self._open
 
-    def complete(self, pending: Pending, then: Callable[[], None] | None = None) -> Pending:
-        return Then(pending, then)
+    complete = staticmethod(Then)
 
     def defer(self, begin: Callable[[], Pending]) -> Pending:
         self._deferred.append(_Deferred(self, begin))

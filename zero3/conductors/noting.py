@@ -33,26 +33,24 @@ class Noting:
         self._ring: Ring | None = None
         self._transfers: dict[type, int] = {}  # codes in this ring
         self._waits = self._computes = 0  # codes, too
-        self._gathered = 0  # the number of the latest gather
-        self._host_waits = False  # for gathers
+        # the number of the latest gather, if the host waits for gathers
+        self._gathered, self._host_waits = 0, False
 
     def conduct(self, what: Collective, *, absent: bool = False) -> Any:
-        layer = what.layer
-        log = layer.chunks.log if layer is not None else None
-        if log is None or log.ring is None:
+        layer, kind = what.layer, type(what)
+        if layer is None or (ring := (log := layer.chunks.log).ring) is None:
             return self.inner.conduct(what, absent=absent)
-        ring = self._ring
-        if ring is not log.ring:
-            ring = self._write_into(log.ring, layer)
-        if (code := self._transfers.get(type(what))) is not None:
-            number = ring.put(code, log.passes)
-            if type(what) is Gather:
-                self._gathered = number
-        elif isinstance(what, Fetch):
+        if ring is not self._ring:
+            self._write_into(ring, layer)
+        if kind is Fetch:
             ring.put(self._waits, log.passes, 0)
             found = self.inner.conduct(what, absent=absent)
-            ring.put(self._computes, log.passes, 0, self._gathered if self._host_waits else 0)
+            ring.put(self._computes, log.passes, 0, self._gathered)
             return found
+        if (code := self._transfers.get(kind)) is not None:
+            number = ring.put(code, log.passes)
+            if kind is Gather and self._host_waits:
+                self._gathered = number
         elif isinstance(what, Round | Use) and not ring.is_ours:
             log.keep_in(None)
         elif isinstance(what, Round):
@@ -63,7 +61,7 @@ class Noting:
             ring.put(ring.code(str(what)), log.passes)
         return self.inner.conduct(what, absent=absent)
 
-    def _write_into(self, ring: Ring, layer: LayerState) -> Ring:
+    def _write_into(self, ring: Ring, layer: LayerState) -> None:
         def code(doing: str) -> int:
             return ring.code(doing, layer.label, layer.chunks.identity)
 
@@ -79,7 +77,6 @@ class Noting:
         self._waits, self._computes = code("waiting"), code("computing")
         self._ring, self._gathered = ring, 0
         self._host_waits = layer.device.type == "cpu"
-        return ring
 
     def _turn(self, ring: Ring, what: Round, absent: bool) -> Any:
         if what.begins:

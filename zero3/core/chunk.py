@@ -527,7 +527,8 @@ class Chunk:
         return (own != now.wire.as_gathered(self, own.dtype).to(own.device)).any()
 
     def release(self) -> None:
-        self.finish_fetch()
+        if self.gathering.ticket is not None or self.gathering.room is not None:
+            self.finish_fetch()
         if self.gathering.usual is not None:
             self.full, self.gathering = self.gathering.usual, Gathering(self.at, self.wire)
             self.face.forget()

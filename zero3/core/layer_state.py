@@ -202,9 +202,10 @@ class LayerState:
                     chunk.finish_fetch()
             # before anything changes: the caller may put the parameter back
             for sharded in self.parameters:
-                for module, attribute in sharded.sites.places:
-                    if module.__dict__.get(attribute) is not sharded.sites.parameter:
-                        self.parameters.check_put_back(sharded.sites, module, attribute)
+                sites = sharded.sites
+                for module, attribute in sites.places:
+                    if module.__dict__.get(attribute) is not sites.parameter:
+                        self.parameters.check_put_back(sites, module, attribute)
             # set first: after an interrupt in between, release must hide every parameter
             self.presence = Presence.FETCHED
             for chunk in self.chunks:

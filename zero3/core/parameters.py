@@ -96,9 +96,9 @@ class LayerParameters(list[ShardedParameter]):
         """
         saved, saved_at = [], []
         for sharded, version in zip(self, self.versions, strict=True) if not again else ():
-            sites, chunk = sharded.sites, sharded.chunk
-            sites.show(chunk.full.views[sharded.index])
-            if chunk.full.tracks_versions:
+            sites, full = sharded.sites, sharded.chunk.full
+            sites.show(full.views[sharded.index])
+            if full.tracks_versions:
                 saved.append(sites.parameter)
                 saved_at.append(version)
         restore_versions(tuple(saved), tuple(saved_at))
@@ -106,7 +106,8 @@ class LayerParameters(list[ShardedParameter]):
             restore_order(module)
         if changed:
             renew_versions([each.sites.parameter for each in self if each.chunk in changed])
-        self.versions = [sharded.sites.parameter._version for sharded in self]
+        if changed or len(saved) < len(self):  # otherwise they are what was set
+            self.versions = [sharded.sites.parameter._version for sharded in self]
 
     def hide(self) -> None:
         versions = list[int]()
