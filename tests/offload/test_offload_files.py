@@ -59,15 +59,17 @@ def test_pages_leave_the_process_after_use(tmp_path: Path) -> None:
         on_ranks(world_size, body, tmp_path)
 
 
-def test_pages_leave_the_process_when_values_are_made_layer_by_layer(tmp_path: Path) -> None:
-    """Of a model on meta, before any of them is used."""
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_first_values_leave_the_process_before_they_are_used(device: str, tmp_path: Path) -> None:
+    """Those that a module on meta gets layer by layer, and those that one in memory has."""
 
     def body(group: ThreadCommunicator) -> None:
         model = zero3.shard(models[group.rank], policy=ShardingPolicy(offload=tmp_path), process_group=group)
-        zero3.materialize(model)
+        if device == "meta":
+            zero3.materialize(model)
         assert [of_pages(chunk.shard, "Rss") for chunk in chunks_of(model)] == [0] * len(chunks_of(model))
 
-    with torch.device("meta"):
+    with torch.device(device):
         models = [Model() for _ in range(2)]
     run_ranks(2, body)
 

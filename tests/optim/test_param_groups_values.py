@@ -152,12 +152,13 @@ def test_a_part_that_is_given_other_data_is_computed_with() -> None:
 
 @WORLDS
 @pytest.mark.parametrize("options", [by_name, matrices_whole])
-@pytest.mark.parametrize("in_files", [False, True])
-def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, options: Options, in_files: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["in memory", "in files", "whole from step to step"])
+def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, options: Options, where: str, tmp_path: Path) -> None:
     """As averages of weights do to evaluate: they keep `part.data`, and give it back."""
 
     def body(group: ThreadCommunicator) -> None:
-        model = as_layers(group, models[group.rank], **({"offload": str(tmp_path)} if in_files else {}))
+        policy: dict[str, Any] = {"in files": {"offload": str(tmp_path)}, "whole from step to step": {"stage": 2}}.get(where, {})
+        model = as_layers(group, models[group.rank], **policy)
         zero3.param_groups(model, options)
         with torch.no_grad():
             before = model(sentences(0))
@@ -166,7 +167,7 @@ def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, op
             for part, values in kept:
                 part.data = torch.zeros_like(values)
             with mode():
-                assert not torch.equal(model(sentences(0)), before)
+                assert torch.equal(model(sentences(0)), nothing)
             for part, values in kept:
                 part.data = values
             with torch.no_grad():
@@ -179,6 +180,12 @@ def test_other_data_may_take_the_place_of_values_for_a_while(world_size: int, op
         with torch.no_grad():
             assert not torch.equal(model(sentences(0)), before)
 
+    plain = nn.Sequential(*build())
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if parameter.requires_grad and options(name, info_of(name, parameter)) is not None:
+                parameter.zero_()
+        nothing = plain(sentences(0))
     models = [build() for _ in range(world_size)]
     run_ranks(world_size, body)
 

@@ -153,6 +153,8 @@ def new_chunk(
         scatter_parameters(here, layout, communicator, value if is_first(communicator) else None)
         if here is not shard:
             shard.copy_(here)
+        if place is not None:
+            place.rest(shard)
     parameter = nn.Parameter(shard, requires_grad=trainable)
     face = ordered[0].face  # all have the same
     chunk = chunk_of(whole, parameter, (place, device), policy, face, at)

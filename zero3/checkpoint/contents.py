@@ -217,8 +217,8 @@ def check_released(states: Iterable[LayerState], doing: str) -> None:
 
 def piece_of(sharded: ShardedParameter) -> Piece | None:
     """What this rank's chunk holds of the parameter. None: nothing."""
-    slot = sharded.chunk.layout.slots[sharded.index]
-    return next((piece for piece in sharded.chunk.pieces if piece.slot is slot), None)
+    layout = sharded.chunk.layout
+    return layout.piece(layout.slots[sharded.index], sharded.chunk.index)
 
 
 def listed(problems: Mapping[str, Sequence[str]]) -> list[str]:

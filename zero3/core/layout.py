@@ -170,13 +170,16 @@ class ChunkLayout:
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """The pieces of slots in `rank`'s chunk, in order. Empty slots have no piece."""
+        found = (self.piece(slot, rank) for slot in self.slots)
+        return tuple(piece for piece in found if piece is not None)
+
+    def piece(self, slot: Slot, rank: int) -> Piece | None:
+        """What `rank`'s chunk holds of a slot. None: nothing."""
         low, high = self.chunk_range(rank)
-        found = []
-        for slot in self.slots:
-            start, stop = max(low, slot.offset), min(high, slot.stop)
-            if start < stop:
-                found.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
-        return tuple(found)
+        start, stop = max(low, slot.offset), min(high, slot.stop)
+        if start >= stop:
+            return None
+        return Piece(slot, start - slot.offset, stop - slot.offset, start - low)
 
 
 class Spot(NamedTuple):
