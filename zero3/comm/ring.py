@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count, cycle, islice
+from itertools import islice
 from pathlib import Path
 from time import time_ns
 from typing import Any, NamedTuple
@@ -38,10 +38,11 @@ MARKS = ("computing", "waiting", "outside", "step")  # what moves nothing
 SIZE = 1 << 18  # bytes, all of them allocated at once: a store that finds the disk full is a SIGBUS
 _MAGIC = b"zero3 ring 1\n\0\0\0"
 _HELD, _OVER, _CLOSED = 2, 3, 4  # words: events so far; transfers that are over; nobody writes
+_ABOUT, _EVENTS, _CAPACITY, _WIDTH = 64, 4096, 3072, 3
+_FIRST = _EVENTS // 8  # word
+_LAST = _FIRST + (_CAPACITY - 1) * _WIDTH
+_NAMES = _EVENTS + _CAPACITY * _WIDTH * 8
 _EVENT = struct.Struct("<QQQ")
-_WRITE = _EVENT.pack_into
-_ABOUT, _EVENTS, _CAPACITY = 64, 4096, 3072
-_NAMES = _EVENTS + _CAPACITY * _EVENT.size
 _KEPT = 16  # rings of one rank in a directory, beside those of living processes
 _LONGEST = 200  # characters of a name
 
@@ -96,9 +97,7 @@ class Ring:
         self._map[: len(_MAGIC)] = _MAGIC
         self._words = memoryview(self._map).cast("Q")
         self._codes: dict[tuple[str, str | None, int], int] = {}
-        # the number of the next event, and where it lies
-        self._next = zip(count(1), cycle(range(_EVENTS, _NAMES, _EVENT.size))).__next__
-        self._end, self._over = _NAMES, 0
+        self._end, self._place, self._held, self._over = _NAMES, _FIRST, 0, 0
         self.transfers, self.direction = 0, OUTSIDE
         weakref.finalize(self, _close, self._words, self._pid)  # at the process' end, too
 
@@ -129,12 +128,15 @@ class Ring:
         """Something begins; a mark `moves` 0. So many transfers are known to be `over`. Returns the
         number of transfers so far. It is done for each transfer, so that it has to be short.
         """
+        words, place = self._words, self._place
         self.transfers = number = self.transfers + moves
-        held, place = self._next()
-        _WRITE(self._map, place, time_ns(), number << 24 | code | self.direction, forward)
-        self._words[_HELD] = held
+        words[place] = time_ns()
+        words[place + 1] = number << 24 | code | self.direction
+        words[place + 2] = forward
+        self._place = place + _WIDTH if place < _LAST else _FIRST
+        words[_HELD] = self._held = self._held + 1
         if over > self._over:
-            self._words[_OVER] = self._over = over
+            words[_OVER] = self._over = over
         return number
 
 
@@ -252,7 +254,7 @@ def read(path: Path) -> Read:
     names = dict(_names(raw[_NAMES:]))
     events: list[Begun] = []
     before, kept = 0, min(held, _CAPACITY) if held < 1 << 48 else 0
-    oldest = (held - kept) % _CAPACITY * _EVENT.size if kept else 0
+    oldest = (held - kept) % _CAPACITY * _WIDTH * 8 if kept else 0
     ring = raw[_EVENTS:_NAMES]
     for when, packed, forward in islice(_EVENT.iter_unpack(ring[oldest:] + ring[:oldest]), kept):
         number = packed >> 24
