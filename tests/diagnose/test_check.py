@@ -138,7 +138,7 @@ def test_the_worst_of_several_is_none_where_one_is_no_number() -> None:
     def worst(*gradients: float) -> float:
         found = {str(n): torch.tensor([each]) for n, each in enumerate(gradients)}
         zero, kinds = dict.fromkeys(found, torch.zeros(1)), ("gradient", "value after the step")
-        return checking._compared({kind: zero for kind in kinds}, {kinds[0]: found, kinds[1]: zero}, 1e-3).worst
+        return checking._compared(dict.fromkeys(kinds, zero), {kinds[0]: found, kinds[1]: zero}, 1e-3).worst
 
     assert (worst(1.0, 3.0), worst(0.0)) == (3.0, 0.0)
     assert torch.tensor([worst(torch.nan, 1.0), worst(1.0, torch.nan)]).isnan().all()
