@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zero3
@@ -134,6 +135,29 @@ def test_load_checkpoint_brings_extra_back_as_it_was(tmp_path: Path) -> None:
         assert_same(found, results[0][1])
         assert schedule == results[0][1]["schedule"]
         assert isinstance(found["schedule"]["milestones"], Counter)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_save_checkpoint_of_views_that_stand_for_other_numbers_than_their_memory(background: bool, tmp_path: Path) -> None:
+    """Those of `conj()`, and of its imaginary part. `save_pretrained` writes them, too."""
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    views = {"conjugate": conjugate, "imaginary": conjugate.imag}
+    values = {name: view.resolve_conj().resolve_neg() for name, view in views.items()}
+
+    def made() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2))
+        for name, value in values.items():
+            model.register_buffer(name, torch.zeros_like(value))
+        return zero3.shard(model, nn.Linear)
+
+    model, other = made(), made()
+    model._buffers.update(views)
+    zero3.save_checkpoint(tmp_path / "run", model, extra=views, background=background).wait()
+    assert_same(zero3.load_checkpoint(tmp_path / "run", other), values)
+    assert_same(dict(other.named_buffers()), values)
+    zero3.save_pretrained(model, tmp_path / "pretrained")
+    found = load_file(tmp_path / "pretrained" / "model.safetensors")
+    assert_same({name: found[name] for name in values}, values)
 
 
 def test_load_checkpoint_lets_random_generators_go_on(tmp_path: Path) -> None:

@@ -200,3 +200,15 @@ def test_frozen_bf16_under_trainable_fp32(world_size: int) -> None:
         if ".base." in name:
             assert torch.equal(found.parameters[name], value), "a frozen parameter changed"
     assert_equal_runs(found, expected, torch.float32)
+
+
+def buffers_of(rank: Rank) -> list[list[complex]]:
+    conjugate = (torch.tensor([1 + 2j, 3 - 4j]) * (rank.number + 1)).conj()
+    model = nn.Sequential(nn.Linear(2, 2))
+    for name, view in (("conjugate", conjugate), ("imaginary", conjugate.imag)):
+        model.register_buffer(name, view)
+    return [buffer.tolist() for buffer in zero3.shard(model, nn.Linear).buffers()]
+
+
+def test_buffers_that_stand_for_other_numbers_than_their_memory_are_rank_0s() -> None:
+    assert on_ranks(2, buffers_of) == [[[1 - 2j, 3 + 4j], [-2.0, 4.0]]] * 2

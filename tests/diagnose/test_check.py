@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +109,41 @@ def test_check_names_the_first_parameter_that_differs() -> None:
         assert "differ in 6 of 13" in str(report) and "gradient 0.0.bias: off by" in str(report)
 
 
+def lone(group: ThreadCommunicator) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: zero3.Zero3Layer(model, process_group=process_group(group))
+
+
+def test_check_finds_what_differs_beside_an_infinity() -> None:
+    def body(group: ThreadCommunicator) -> Any:
+        batch = torch.tensor([[torch.inf, 1.0, 2.0]])
+        return zero3.check(nn.Linear(3, 2), batch, lambda model, batch: model(batch).sum(), wrap=lone(group))
+
+    assert [report.first for report in run_ranks(2, body)] == [None, None]
+    with changed_gradients(lambda name, gradient: gradient * 2):
+        assert [report.first for report in run_ranks(2, body)] == ["weight", "weight"]
+
+
+def test_check_compares_imaginary_parts() -> None:
+    def body(group: ThreadCommunicator) -> Any:
+        model = nn.Linear(3, 2, dtype=torch.complex128)
+        batch = torch.full((1, 3), 1 + 2j, dtype=torch.complex128)
+        return zero3.check(model, batch, lambda model, batch: model(batch).abs().sum(), wrap=lone(group))
+
+    assert [report.first for report in run_ranks(2, body)] == [None, None]
+    with changed_gradients(lambda name, gradient: gradient.conj().resolve_conj()):
+        assert [report.first for report in run_ranks(2, body)] == ["weight", "weight"]
+
+
+def test_the_worst_of_several_is_none_where_one_is_no_number() -> None:
+    def worst(*gradients: float) -> float:
+        found = {str(n): torch.tensor([each]) for n, each in enumerate(gradients)}
+        zero, kinds = dict.fromkeys(found, torch.zeros(1)), ("gradient", "value after the step")
+        return checking._compared(dict.fromkeys(kinds, zero), {kinds[0]: found, kinds[1]: zero}, 1e-3).worst
+
+    assert (worst(1.0, 3.0), worst(0.0)) == (3.0, 0.0)
+    assert torch.tensor([worst(torch.nan, 1.0), worst(1.0, torch.nan)]).isnan().all()
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "raises": (lambda model, batch: model(batch)[0, 99], "IndexError: index 99 is out of bounds"),
     "returns no tensor": (lambda model, batch: model(batch).sum().item(), "AttributeError: 'float' object has no attribute 'backward'"),
@@ -156,7 +192,7 @@ def test_a_difference_is_how_far_apart_values_are() -> None:
     nan, inf = torch.nan, torch.inf
     for found, expected, largest, scale in (
         ([1.5, -2.0], [1.0, -2.25], 0.5, 2.25),
-        ([nan, inf, 1.0], [nan, inf, 1.0], 0.0, torch.finfo(torch.float64).max),
+        ([nan, inf, 1.0], [nan, inf, 1.0], 0.0, 1.0),
         ([], [], 0.0, 0.0),
     ):
         difference = checking._difference(

@@ -140,6 +140,25 @@ def test_smaller_dtypes_are_fewer_bytes() -> None:
     assert found.layers[0].nbytes == numel(0) // RANKS * (2 + 2 + 4)
 
 
+@pytest.mark.parametrize("policy", [{"param_dtype": torch.bfloat16}, {"gather_format": zero3.Int8()}, {}])
+def test_full_params_counts_the_bytes_of_exact_values(policy: dict[str, Any]) -> None:
+    """A step after it counts its own again."""
+
+    def body(group: ThreadCommunicator) -> tuple[int, int]:
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+        zero3.shard(model, nn.Linear, process_group=group, policy=zero3.ShardingPolicy(**policy))
+        group.log.clear()
+        with zero3.profile(model) as found:
+            with zero3.full_params(model):
+                pass
+            model(torch.ones(2, 64))
+        gathers = [each for each in group.log if each.kind == "all_gather"]
+        return found.nbytes, sum(each.numel * each.dtype.itemsize for each in gathers) // 2
+
+    for told, moved in run_ranks(2, body):
+        assert told == moved
+
+
 def test_what_travels_in_a_format_counts_the_bytes_of_the_format() -> None:
     """A chunk that is frozen travels as it is."""
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import zero3
 from tests.support.footprint import LAYERS, Formula, make
+from tests.support.inside import held_bytes
 from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import WORLDS
 from tests.support.stacks import Block, Stack
@@ -55,6 +58,47 @@ def test_report_of_a_root_that_is_larger_than_every_layer() -> None:
     assert (found.largest_layer, found.largest_layer_bytes) == ("'blocks.1' (Block)", 4 * (2 * 9 * 5 + 9 + 5))
     assert found.root_bytes == 4 * (100_000 * 5 + 10)
     assert "The largest layer is 'blocks.1' (Block) with 0.0 MB, the root's own holds 2.0 MB." in str(found)
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "nothing ahead": {"prefetch_depth": 0},
+    "two ahead": {"prefetch_depth": 2},
+    "kept": {"reshard_after_forward": False},
+    "stage 2": {"stage": 2},
+    "bf16": {"param_dtype": torch.bfloat16},
+    "resident": {"resident_bytes": 10**6},
+    "some resident": {"resident_bytes": 4 * 82},
+}
+
+
+@pytest.mark.parametrize("around", ["a root", "a layer of its own", "nothing"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_full_parameters_are_the_most_that_a_step_holds(policy: str, around: str) -> None:
+    """Of blocks of one size, of which one is frozen."""
+    group, chosen = LonelyCommunicator(2), ShardingPolicy(**POLICIES[policy])
+    blocks = [Block(7) for _ in range(5)]
+    blocks[2].requires_grad_(False)
+    if around == "a root":
+        model: nn.Module = zero3.shard(Stack(*blocks, words=8), Block, process_group=group, policy=chosen)
+    else:
+        layers: list[nn.Module] = [Zero3Layer(block, process_group=group, policy=chosen) for block in blocks]
+        model = zero3.Zero3Sequential(layers)
+        if around == "a layer of its own":
+            model = Zero3Layer(nn.Sequential(*layers, nn.Linear(5, 5)), process_group=group, policy=chosen)
+    inputs = torch.ones(2, 3, dtype=torch.int64) if around == "a root" else torch.ones(2, 5)
+    told, most = zero3.report(model).full_parameters, 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, sum(held_bytes(model).values()))
+
+    with LiveBytes() as live:
+        live.at_every_operation = look
+        for _ in range(2):
+            model(inputs).sum().backward()
+    assert zero3.report(model).full_parameters == told
+    assert told == most if "resident" not in policy else most <= told <= most + 2 * 4 * 82
 
 
 def test_report_of_lone_layers_has_no_root() -> None:

@@ -78,6 +78,19 @@ def test_what_shares_memory_is_written_once(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "ours", weights_only=True), {"a": shared, "b": shared, "c": shared})
 
 
+@pytest.mark.parametrize("part", ["conjugate", "negative", "neither"])
+def test_views_that_stand_for_other_numbers_than_they_store(part: str, tmp_path: Path) -> None:
+    """torch stores what they are views of, and says that beside it."""
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    view = {"conjugate": conjugate, "negative": conjugate.imag, "neither": conjugate.imag.resolve_neg()}[part]
+    torch.save({"buffer": view, "resolved": view.resolve_conj().resolve_neg().clone()}, tmp_path / "file")
+    if part == "neither":
+        assert_same(read(tmp_path / "file"), {"buffer": view, "resolved": view})
+        return
+    with pytest.raises(ValueError, match=r"\(2,\) whose storage holds the conjugate or the negative .*resolve_conj\(\)\.resolve_neg\(\)"):
+        read(tmp_path / "file")
+
+
 def test_a_tie_in_a_file_is_one(tmp_path: Path) -> None:
     shared = torch.ones(3)
     torch.save({"a": shared, "b": shared.clone(), "c": shared}, tmp_path / "file")

@@ -79,6 +79,15 @@ def test_watch_says_after_some_steps_what_a_run_takes_less() -> None:
     assert steps(model, 8) == [] and "(-50%)" in steps(model, 1)[0] and steps(model, 20) == []
 
 
+def test_watch_counts_what_modules_hold_beside_their_parameters() -> None:
+    """As the plan does."""
+    model, table = model_of_one_layer(), torch.empty(2**26, dtype=torch.uint8)
+    model.held = {"tables": [table]}
+    planned = 2 * table.nbytes
+    Watch(model, planned, planned, 1, Told(others=12345 + table.nbytes, found=planned - table.nbytes))
+    assert steps(model, 20) == []
+
+
 def test_watch_looks_at_peaks_of_steps_of_training_alone() -> None:
     """Rarely, as no peak is lost; after the first step, whose loading may have taken more; not at each micro-batch, not in eval."""
     model, counter = model_of_one_layer(), Told(found=PLANNED)

@@ -540,7 +540,8 @@ class _Buffer:
         self.owner._buffers[self.attribute] = (
             torch.empty_like(self.tensor, device=device)
             if self.tensor.is_meta
-            else self.tensor.to(device)
+            # transfers move memory, and that of `tensor.conj()` holds other numbers
+            else self.tensor.to(device).resolve_conj().resolve_neg()
         )
         communicator.broadcast(self.tensor)
 

@@ -171,9 +171,16 @@ class _Runs:
             self._values.read(number * self._length + low - begin, into[low - start : high - start])
 
 
+def resolved(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy if its memory holds the conjugate or the negative of it, as that of
+    `tensor.conj()` does.
+    """
+    return tensor.resolve_conj().resolve_neg()
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor, to read or write, without a copy. The view
-    keeps the tensor alive.
+    """Returns the memory of a contiguous, `resolved` CPU tensor, to read or write, without a copy.
+    The view keeps the tensor alive.
     """
     if not tensor.numel():
         return memoryview(b"")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import file_operations
-from .lazy import Lazy, bytes_of
+from .lazy import Lazy, bytes_of, resolved
 from .safetensors_files import DTYPES, LONGEST_HEADER, UNNAMED
 
 __all__: list[str] = []
@@ -124,7 +124,7 @@ def _blocks(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    flat = tensor.detach().reshape(-1)
+    flat = resolved(tensor.detach().reshape(-1))
     if flat.device.type == "cpu":
         yield bytes_of(flat)
         return

@@ -34,7 +34,7 @@ from . import file_operations, manifest, random_state
 from .contents import Contents, NamedSpan
 from .extra_state import encoded, extra_states_of
 from .hosts import Hosts, from_rank
-from .lazy import bytes_of
+from .lazy import bytes_of, resolved
 from .numbered import check_run, next_number, prune, saves_of
 from .safetensors_writing import Written, as_file, header_of, write_hashed
 from .saved_optimizer import Holding, contents_of
@@ -253,7 +253,7 @@ class _Prepared:
         contents, number = self.contents, self.contents.number
         others = sha256()
         for tensor in contents.others.values():
-            others.update(bytes_of(tensor.detach().cpu().contiguous()))
+            others.update(bytes_of(resolved(tensor.detach().cpu().contiguous())))
         own = os.urandom(8) + others.digest()
         answers = contents.communicator.exchange(own, contents.device)
         self.token = answers[0][:8].hex()

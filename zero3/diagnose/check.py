@@ -38,7 +38,7 @@ class Difference:
         what: "loss", "gradient" or "value after the step".
         largest: The largest difference of an element; nan where one of the two is nan and the other
             is not.
-        scale: The largest absolute value of the unsharded tensor.
+        scale: The largest absolute value of the unsharded tensor, without infinities.
     """
 
     name: str
@@ -198,7 +198,8 @@ def _compared(
     least = torch.finfo(torch.float64).tiny
     beyond = [d for d in differences if not d.largest <= tolerance * d.scale + least]
     order = {name: number for number, name in enumerate(["", *expected["value after the step"]])}
-    worst = max(d.largest / d.scale if d.scale else d.largest for d in differences)
+    ratios = [d.largest / d.scale if d.scale else d.largest for d in differences]
+    worst = torch.tensor(ratios, dtype=torch.float64).max().item()  # nan, if one of them is
     return CheckReport(sorted(beyond, key=lambda d: order[d.name]), len(pairs), worst)
 
 
@@ -342,8 +343,11 @@ def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
 
 
 def _difference(name: str, what: str, found: Tensor, expected: Tensor) -> Difference:
-    apart = (found.double() - expected.double()).abs()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.to(wide), expected.to(wide)
+    apart = (found - expected).abs()
     apart = apart.masked_fill(found.isnan() & expected.isnan() | (found == expected), 0)
     largest = apart.max().item() if apart.numel() else 0.0
-    scale = expected.double().nan_to_num().abs().max().item() if expected.numel() else 0.0
+    # beside an infinity, finite elements would be equal whatever they are
+    scale = expected.abs().nan_to_num(posinf=0.0).max().item() if expected.numel() else 0.0
     return Difference(name, what, largest, scale)

@@ -19,7 +19,7 @@ from torch import nn
 from ..access import states_of
 from ..comm.streams import Clock, Lane, Lanes, Pending, clock_for
 from ..core.autograd import inside_backward
-from ..core.chunk import Chunk
+from ..core.chunk import Chunk, Placement
 from ..core.collectives import Collective, Conductor, Fetch, Gather, Reduce, chain
 from ..core.layer_state import LayerState
 from ..experts.at_home import Trip, Way, rows_of
@@ -346,7 +346,8 @@ def _gathered(layer: LayerState) -> list[int]:
     return [
         chunk.gathering.wire.rows.nbytes - chunk.gathering.wire.rows[chunk.index].nbytes
         if isinstance(chunk.gathering.wire, Coded) and chunk.gathering.wire.rounds(chunk)
-        else _received(chunk, chunk.compute_dtype.itemsize)
+        # `full_params` gathers all values, in their own dtype
+        else _received(chunk, chunk.gathering.among, chunk.full.tensor.dtype.itemsize)
         for chunk in missing
     ]
 
@@ -365,7 +366,7 @@ def _reduced(layer: LayerState) -> dict[str, Iterator[int]]:
         "backup": (
             (chunk.at.layout.world_size - 1) * stage.rows[chunk.index].nbytes
             if isinstance(stage, CodedReduceScatter)
-            else _received(chunk, width)
+            else _received(chunk, chunk.at, width)
             for chunk, stage, width in trained
         ),
         "replicas": (
@@ -375,6 +376,6 @@ def _reduced(layer: LayerState) -> dict[str, Iterator[int]]:
     }
 
 
-def _received(chunk: Chunk, itemsize: int) -> int:
+def _received(chunk: Chunk, among: Placement, itemsize: int) -> int:
     """The bytes that a rank receives: the full buffer without its own slice."""
-    return (chunk.at.layout.padded_numel - chunk.shard.numel()) * itemsize
+    return (among.layout.padded_numel - chunk.shard.numel()) * itemsize

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
 from torch import nn
 
 from ..access import states_of
+from ..core.full_buffer import Lifetime
 from ..core.layer_state import LayerState, chunks_of
 from ..core.layout import megabytes
 from ..experts.at_home import AtHome
+from ..layer import state_behind, states_in
 from ..policy import (
     ShardingPolicy,
     gather_format,
@@ -20,7 +21,6 @@ from ..policy import (
     landed_dtype,
     reduce_format,
     shards_gradients,
-    shards_parameters,
 )
 from ..quantized.wire import is_stochastic
 from ..sequences.parts import parts_of
@@ -49,8 +49,8 @@ class Report:
             memory"` beside an accelerator, `"files"`.
         gathered: Bytes of all layers' full buffers by dtype or format. A step holds only
             `full_parameters` of them at once.
-        full_parameters: The most bytes of full buffers that a step may hold at once. It assumes
-            that the largest layers follow each other.
+        full_parameters: The most bytes of full buffers that a step may hold at once, the root's
+            own among them. It assumes that the largest layers follow each other.
         full_gradients: The most bytes of full gradients that a step may hold at once.
         transfers: What travels rounded to a format, and whether that is a bias: a text for each
             kind of transfer. Empty if all is exact.
@@ -165,9 +165,7 @@ def report(model: nn.Module) -> Report:
                 itemsize = landed_dtype(state.policy, chunk.shard.dtype).itemsize
                 gradients += chunk.store.taken(chunk.shard.numel() * itemsize)
     rests = dict.fromkeys(chunk.store.name for chunk in chunks_of(states))
-    full = [
-        state.chunks.full_nbytes() * (not all(c.resident for c in state.chunks)) for state in states
-    ]
+    outer = _outer(model)
     homes = [state.call for state in states if isinstance(state.call, AtHome)]
     of_roots = [state.chunks.full_nbytes() for state in states if id(state) in roots]
     return Report(
@@ -180,8 +178,8 @@ def report(model: nn.Module) -> Report:
         gradients=gradients,
         rests=tuple(rests) or ("memory",),
         gathered=dict(gathered),
-        full_parameters=_at_once(states, full, shards_parameters),
-        full_gradients=_at_once(states, list(map(_gradient_nbytes, states)), shards_gradients),
+        full_parameters=_full_parameters(states, outer),
+        full_gradients=_full_gradients(states, outer),
         transfers=_rounded(states),
         policies=tuple(dict.fromkeys(repr(state.policy) for state in states)),
         largest_layer=largest.label,
@@ -212,6 +210,32 @@ def _rounded(states: list[LayerState]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _outer(model: nn.Module) -> set[LayerState]:
+    """The layers around others, such as the root's own. They stay for a whole pass."""
+    found = ((state_behind(module), states_in(module)) for module in model.modules())
+    return {state for state, inside in found if state is not None and {*inside} - {state}}
+
+
+def _full_parameters(states: list[LayerState], outer: set[LayerState]) -> int:
+    sizes = [sum(c.full_nbytes for c in state.chunks if not c.resident) for state in states]
+    stays = [state in outer or state.behaviour.lifetime > Lifetime.CALL for state in states]
+    frozen = (chunk for chunk in chunks_of(states) if not chunk.shard.requires_grad)
+    stay_frozen = sum(chunk.full_nbytes for chunk in frozen if not chunk.resident)
+    policy: ShardingPolicy = states[0].policy
+    return min(
+        sum(sizes),
+        _at_once(states, sizes, stays, policy.prefetch_depth + 1)
+        + min(stay_frozen, policy.resident_bytes),
+    )
+
+
+def _full_gradients(states: list[LayerState], outer: set[LayerState]) -> int:
+    """One is on its way while the next is made, also if nothing is fetched ahead."""
+    sizes = list(map(_gradient_nbytes, states))
+    stays = [state in outer or not shards_gradients(state.policy) for state in states]
+    return _at_once(states, sizes, stays, max(states[0].policy.prefetch_depth, 1) + 1)
+
+
 def _gradient_nbytes(state: LayerState) -> int:
     return sum(
         chunk.at.layout.padded_numel * gradient_dtype(state.policy, chunk.compute_dtype).itemsize
@@ -220,12 +244,10 @@ def _gradient_nbytes(state: LayerState) -> int:
     )
 
 
-def _at_once(
-    states: list[LayerState], sizes: list[int], sharded: Callable[[ShardingPolicy], bool]
-) -> int:
-    """The sizes of the largest layers that are held at once (one more than the prefetch depth), and
-    of all layers that stay whole, or stay for the calls of several modules.
+def _at_once(states: list[LayerState], sizes: list[int], stays: list[bool], moving: int) -> int:
+    """The sizes of the largest layers, so many as are held at once, and of all layers that stay, as
+    those do that are called as several modules.
     """
-    whole = [not sharded(state.policy) or state.behaviour.modules > 1 for state in states]
-    moving = sorted(size for size, stays in zip(sizes, whole, strict=True) if not stays)
-    return sum(moving[-(states[0].policy.prefetch_depth + 1) :]) + sum(compress(sizes, whole))
+    whole = [each or state.behaviour.modules > 1 for each, state in zip(stays, states, strict=True)]
+    passing = sorted(size for size, each in zip(sizes, whole, strict=True) if not each)
+    return sum(passing[-moving:]) + sum(compress(sizes, whole))

@@ -134,6 +134,12 @@ class TorchFile:
             return arguments[0]
         if name.startswith("torch._utils._rebuild_tensor"):
             storage, offset, shape, strides, *more = arguments
+            # of a view such as `tensor.conj()`, whose storage holds other numbers
+            if isinstance(more[-1], dict) and {"conj", "neg"} & {*more[-1]}:
+                raise ValueError(
+                    f"a tensor {shape} whose storage holds the conjugate or the negative of it: "
+                    "save tensor.resolve_conj().resolve_neg()"
+                )
             dtype = dtype_of(more[2]) if name.endswith("_v3") else storage.dtype
             place = storage.record, dtype, offset, tuple(shape), tuple(strides)
             if place not in self._tensors:

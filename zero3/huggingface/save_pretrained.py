@@ -21,7 +21,7 @@ from ..checkpoint import file_operations
 from ..checkpoint.contents import Contents
 from ..checkpoint.extra_state import extra_states_of
 from ..checkpoint.full_state import check_dtype
-from ..checkpoint.lazy import STAGE_BYTES, bytes_of
+from ..checkpoint.lazy import STAGE_BYTES, bytes_of, resolved
 from ..checkpoint.safetensors_writing import header_of, write_text
 from ..comm.agreement import agreeing
 from ..comm.plain_values import name_of, unreadable
@@ -272,6 +272,7 @@ class Export:
         otherwise through a copy of a few MB.
         """
         where = self._places[output.name][1] + start * output.dtype.itemsize
+        values = resolved(values)
         if values.device.type == "cpu" and values.dtype == output.dtype:
             file_operations.write_at(file, where, bytes_of(values))
             return

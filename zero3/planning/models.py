@@ -23,6 +23,7 @@ from ..guards.module_overrides import Override
 from ..quantized.configured import configured_in
 from ..sequences.causal_lm import causal_lm_loss
 from ..sequences.tiles import Tiled
+from .ledger import tensors_in
 from .pictures import words_alone
 
 __all__: list[str] = []
@@ -76,16 +77,19 @@ def on_paper(
 def _without_values(model: nn.Module) -> nn.Module:
     """A copy with every tensor on meta; what is tied in the model is tied in the copy."""
     tensors: dict[int, Any] = {}
-    beside = [
-        value for module in model.modules() for value in vars(module).values()
-        if isinstance(value, Tensor)
-    ]  # fmt: skip
-    for tensor in [*model.parameters(), *model.buffers(), *beside]:
+    for tensor in [*model.parameters(), *model.buffers(), *tensors_beside(model)]:
         empty = torch.empty_like(tensor, device="meta")
         tensors[id(tensor)] = (
             nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         )
     return copy.deepcopy(model, tensors)
+
+
+def tensors_beside(model: nn.Module) -> list[Tensor]:
+    """The tensors that modules hold beside parameters and buffers, in lists and dicts too."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    held = (tensor for module in model.modules() for tensor in tensors_in(vars(module)))
+    return [tensor for tensor in held if id(tensor) not in own]
 
 
 def _from_config(directory: Path, dtype: torch.dtype | None, sees: bool) -> nn.Module:

@@ -35,7 +35,7 @@ from .absent import AbsentRanks, Awaited, Issued, SharingRanks
 from .alike import Alike
 from .kernels import DeviceKernels, FusedOnMeta, backward, fused_on_meta, with_values
 from .ledger import CAUSES, ELSEWHERE, Ledger, Moment, tensors_in
-from .models import loss_of, vocabulary_of
+from .models import loss_of, tensors_beside, vocabulary_of
 from .work import merged, work_of
 
 __all__: list[str] = []
@@ -91,14 +91,19 @@ class Trace:
         self.trainable = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        # what the log says of a model that is sharded is for those who train it: plans shard many
-        silent = logging_only(lambda record: False)
-        with self.ledger, self.kernels, self.ledger.because("chunks"), silent:
+        beside = tensors_beside(model)
+        with (
+            self.ledger,
+            self.kernels,
+            self.ledger.because("chunks"),
+            # what it says of a sharded model is for those who train it: plans shard many
+            logging_only(lambda record: False),
+        ):
             self.model = shard(
                 model, layers, device="meta", policy=policy, process_group=self.ranks
             )
             # what the model was given and keeps, such as parameters that are left alone
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
+            for tensor in (*self.model.parameters(), *self.model.buffers(), *beside):
                 self.ledger.note(tensor)
         gc.collect()  # what construction left
         self._alike = alike or Alike()

@@ -14,6 +14,7 @@ from torch import nn
 from ..access import states_of
 from ..comm.streams import DeviceMemory, has_streams
 from ..core.layer_state import chunks_of
+from .models import tensors_beside
 from .setup import WORKSPACES
 from .units import gib
 
@@ -146,11 +147,14 @@ class Watch:
 
 
 def _held_by(model: nn.Module, device: torch.device) -> int:
-    """The bytes of a sharded model's chunks and buffers in the memory of its device, so without
-    files.
+    """The bytes of a sharded model's chunks, and of what else its modules hold, in the memory of
+    its device, so without files.
     """
     resting = [chunk for chunk in chunks_of(states_of(model)) if chunk.store.rests]
     away = {id(part.parameter) for chunk in resting for part in chunk.parts}
-    own = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in away)
+    # released parameters show nothing of their own
+    beside = (each for each in tensors_beside(model) if not isinstance(each, nn.Parameter))
+    every = (*model.parameters(), *model.buffers(), *beside)
+    own = (tensor for tensor in every if id(tensor) not in away)
     tensors = [tensor for tensor in own if tensor.device == device]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
