@@ -373,8 +373,8 @@ FAULTS = [
     Fault(
         "a layer given back while it is filled",
         "core/chunk.py",
-        "    def release(self) -> None:\n        self.finish_fetch()\n",
-        "    def release(self) -> None:\n",
+        "        if self.gathering.ticket is not None or self.gathering.room is not None:\n            self.finish_fetch()\n",
+        "",
         "core/ordering_fuzz",
     ),
 ]
