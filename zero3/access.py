@@ -5,7 +5,7 @@ reset.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Literal
@@ -280,17 +280,9 @@ def agree_to_gather(states: list[LayerState], caller: str, error: Exception | No
     _tell_of_use(states, caller)
     # pinned layers need no gather, so one rank may call this alone
     if not all(state.pinned for state in states):
-        agree_on_layers(states, caller, error)
+        agree(states[0], caller, [state.name_among_ranks for state in states], error)
     elif error is not None:
         raise error
-
-
-def agree_on_layers(
-    states: Sequence[LayerState], caller: str, error: Exception | None = None
-) -> None:
-    """Ranks compare the layers for which they call `caller`. See `agree`."""
-    first, names = states[0], [state.name_among_ranks for state in states]
-    agree(first, caller, names, error)
 
 
 def reset(model: nn.Module) -> None:

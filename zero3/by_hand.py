@@ -9,8 +9,8 @@ from typing import cast
 
 from torch import nn
 
-from .access import agree_on_layers, inside_a_layer, used
-from .comm.agreement import agree, agreeing
+from .access import inside_a_layer, used
+from .comm.agreement import agreeing
 from .core.autograd import inside_backward
 from .core.layer_state import LayerState, Presence
 from .layer import layers_of, runtimes_in
@@ -147,22 +147,23 @@ def reduce_gradients(model: nn.Module) -> None:
         optimizer.step()
     """
     states = used(model, "reduce_gradients")
-    first = states[0]
-    inside = next((state for state in states if not state.gradients.may_reduce), None)
-    error: Exception | None = None
-    if not layers_of(model):
-        error = inside_a_layer(model, states, "reduce_gradients")
-    elif inside_backward():
-        error = RuntimeError("zero3.reduce_gradients inside a backward (in a hook): call it after")
-    elif inside is not None:
-        error = RuntimeError(
-            f"reduce_gradients inside no_sync, which covers layer {inside.label}: leave it first"
-        )
     runtimes = runtimes_in(model)
     for runtime in runtimes:
         runtime.reset(broken=False) if runtime.backward.raised else runtime.backward.forget_zeroed()
-    owed = [state.name_among_ranks for state in states if state.gradients.owed()]
-    agree(first, "reduce_gradients", owed, error)
+    with agreeing(states[0], "reduce_gradients") as lines:
+        if not layers_of(model):
+            raise inside_a_layer(model, states, "reduce_gradients")
+        if inside_backward():
+            raise RuntimeError(
+                "zero3.reduce_gradients inside a backward (in a hook): call it after"
+            )
+        for state in states:
+            if not state.gradients.may_reduce:
+                raise RuntimeError(
+                    f"reduce_gradients inside no_sync, which covers layer {state.label}: leave it "
+                    "first"
+                )
+        lines += [state.name_among_ranks for state in states if state.gradients.owed()]
     for runtime in runtimes:
         runtime.backward.reduce_deferred()
     for state in states:
@@ -171,19 +172,18 @@ def reduce_gradients(model: nn.Module) -> None:
 
 def _agreed(module: nn.Module, caller: str) -> list[LayerState]:
     states = used(module, caller)
-    busy = next(
-        (state for state in states if state.presence in (Presence.FETCHED, Presence.FETCHING)), None
-    )
-    error: Exception | None = None
-    if not layers_of(module):
-        error = inside_a_layer(module, states, caller)
-    elif busy is not None:
-        where = "is inside full_params or resident" if busy.pinned else "computes"
-        error = RuntimeError(
-            f"{caller} of layer {busy.label}, which {where}: call it between forwards and "
-            "backwards, and outside of these; after an exception, call zero3.reset(model) first"
-        )
-    agree_on_layers(states, caller, error)
+    with agreeing(states[0], caller) as lines:
+        if not layers_of(module):
+            raise inside_a_layer(module, states, caller)
+        for state in states:
+            if state.presence in (Presence.FETCHED, Presence.FETCHING):
+                where = "is inside full_params or resident" if state.pinned else "computes"
+                raise RuntimeError(
+                    f"{caller} of layer {state.label}, which {where}: call it between forwards and "
+                    "backwards, and outside of these; after an exception, call zero3.reset(model) "
+                    "first"
+                )
+            lines.append(state.name_among_ranks)
     return states
 
 

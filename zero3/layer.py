@@ -538,9 +538,15 @@ def adopt(
         state.rename(" and ".join(names.values()))
     states = [*outer, *(layer._state for layer in layers)]
     check_alike(states)
+    policy = states[0].policy
     runtime = Runtime(
         states,
-        pace_of(states[0].policy),
+        Pace(
+            depth=policy.prefetch_depth,
+            compare_every=policy.compare_every,
+            own_backup_group=policy.separate_backup_group,
+            resident_bytes=policy.resident_bytes,
+        ),
         ordered=ordered,
         own_order=order
         or _own_order(states, [*(0 for _ in outer), *_depths(root, len(outer), set())]),
@@ -560,15 +566,6 @@ def _own_order(states: Sequence[LayerState], depths: Sequence[int]) -> DynamicOr
     policy = states[0].policy
     nested = zip(states, depths, strict=True)
     return DynamicOrder(nested, policy.prefetch_depth) if policy.dynamic else None
-
-
-def pace_of(policy: ShardingPolicy) -> Pace:
-    return Pace(
-        depth=policy.prefetch_depth,
-        compare_every=policy.compare_every,
-        own_backup_group=policy.separate_backup_group,
-        resident_bytes=policy.resident_bytes,
-    )
 
 
 def check_alike(layers: Sequence[LayerState]) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .access import agree_on_layers, used
+from .access import used
+from .checkpoint.contents import check_released
 from .checkpoint.meta_buffers import hooks_of, initialise, twin
 from .checkpoint.random_state import generators, restore
-from .comm.agreement import agree
+from .comm.agreement import agree, agreeing
 from .comm.communicator import is_first
 from .core.layer_state import LayerState, chunks_of
 from .initial_values import Command, Commands, Hand, Others
@@ -69,7 +70,9 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     states = used(model, "materialize")
     first = states[0]
     told = Commands(states)
-    agree_on_layers(states, "materialize", _mistake(model, states, init))
+    with agreeing(first, "materialize") as lines:
+        lines += [state.name_among_ranks for state in states]
+        _check(model, states, init)
     tensors, unseeded = generators(first.device)
     digest = hashlib.sha256(
         b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
@@ -98,16 +101,12 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         _share_generators(first, unseeded)
 
 
-def _mistake(model: nn.Module, states: Sequence[LayerState], init: Any) -> Exception | None:
+def _check(model: nn.Module, states: Sequence[LayerState], init: Any) -> None:
     if init is not None and not callable(init):
-        return TypeError(
+        raise TypeError(
             f"init must be a function of a module, or None, found a {type(init).__name__}"
         )
-    if pinned := next((state for state in states if state.pinned), None):
-        return RuntimeError(
-            f"materialize inside full_params or resident: layer {pinned.label} is whole there. "
-            "Call it before or after."
-        )
+    check_released(states, "materialize")
     inside = set(plain_modules(model))
     outside = [
         each.sites.name
@@ -116,12 +115,11 @@ def _mistake(model: nn.Module, states: Sequence[LayerState], init: Any) -> Excep
         if any(place not in inside for place, _ in each.sites.places)
     ]
     if outside:
-        return ValueError(
+        raise ValueError(
             f"materialize of a {type(model).__name__}, a part of a sharded model whose layers have "
             f"{named(outside)} outside of it, and are drawn as a whole. Pass the whole model: "
             "parameters that have values keep them"
         )
-    return None
 
 
 def _share_generators(first: LayerState, unseeded: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm.agreement import Members, agree
+from .comm.agreement import Meets, Members, agreeing
 from .comm.factory import any_device_of, communicator_for
 from .core.runtime import ForwardPass, Runtime
 from .guards.compiled import ends_graphs
@@ -91,53 +91,44 @@ class Zero3Sequential(nn.Module):
 
 
 def _check_items(layers: Any) -> None:
-    error: Exception | None = None
-    if not isinstance(layers, list):
-        error = TypeError(
-            f"modules must be an iterable of Zero3Layers, found {type(layers).__name__}"
-        )
-        layers = []
-    states = [layer._state for layer in layers if isinstance(layer, Zero3Layer)]
-    wrong = next(
-        ((i, item) for i, item in enumerate(layers) if not isinstance(item, Zero3Layer)), None
-    )
-    if not layers:
-        error = error or ValueError(
-            "modules is empty: Zero3Sequential needs at least one Zero3Layer"
-        )
-    elif wrong is not None:
-        error = TypeError(
-            f"item {wrong[0]} is a {type(wrong[1]).__name__}, expected a Zero3Layer: wrap it as "
-            "Zero3Layer(module)"
-        )
-    if not states:  # no group to tell the others by: most likely they use the default one
+    """Raises a TypeError or a ValueError on all ranks, if these can't be a model's layers."""
+    given = layers if isinstance(layers, list) else []
+    states = [layer._state for layer in given if isinstance(layer, Zero3Layer)]
+    among: Meets
+    if states:
+        among, subject = states[0], f"a Zero3Sequential of {len(states)} layers"
+    else:  # no group to tell the others by: most likely they use the default one
         device, subject = any_device_of(None), "a Zero3Sequential without layers"
-        agree(
-            Members(communicator_for(None, device), device),
-            subject,
-            [],
-            error,
-            caller="Zero3Sequential",
+        among = Members(communicator_for(None, device), device)
+    with agreeing(among, subject, "Zero3Sequential") as lines:
+        lines += [state.name_among_ranks for state in states]
+        if not isinstance(layers, list):
+            raise TypeError(
+                f"modules must be an iterable of Zero3Layers, found {type(layers).__name__}"
+            )
+        if not layers:
+            raise ValueError("modules is empty: Zero3Sequential needs at least one Zero3Layer")
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, Zero3Layer):
+                raise TypeError(
+                    f"item {index} is a {type(layer).__name__}, expected a Zero3Layer: wrap it as "
+                    "Zero3Layer(module)"
+                )
+        for index, state in enumerate(states):
+            if not states[0].communicator.same_ranks(state.communicator):
+                raise ValueError(
+                    f"item {index} has another process group than item 0: all layers of a model "
+                    "share one"
+                )
+            if state.device != states[0].device:
+                raise ValueError(
+                    f"item {index} is on {state.device}, item 0 on {states[0].device}: all layers "
+                    "of a model share one device"
+                )
+        named = (
+            (f"{state.label} in item {index}", state.policy)
+            for index, layer in enumerate(layers)
+            for state in states_in(layer)
         )
-        return
-    first = states[0]
-    for index, state in enumerate(states):
-        if error is None and not first.communicator.same_ranks(state.communicator):
-            error = ValueError(
-                f"item {index} has another process group than item 0: all layers of a model share "
-                "one"
-            )
-        if error is None and state.device != first.device:
-            error = ValueError(
-                f"item {index} is on {state.device}, item 0 on {first.device}: all layers of a "
-                "model share one device"
-            )
-    named = [
-        (f"{state.label} in item {index}", state.policy)
-        for index, layer in enumerate(layers)
-        for state in states_in(layer)
-    ]
-    error = error or unlike(named)
-    names = [state.name_among_ranks for state in states]
-    subject = f"a Zero3Sequential of {len(states)} layers"
-    agree(first, subject, names, error, caller="Zero3Sequential")
+        if (error := unlike(named)) is not None:
+            raise error

@@ -472,8 +472,13 @@ def _enter_through_root(state: LayerState, model: nn.Module, gates: Gates | None
         for name in _CONTINUOUS_BATCHING:
             if callable(getattr(type(module), name, None)):
                 Override(module, name, partial(_batch_if_resident, weakref.ref(state), name))
-        if is_first(state.communicator):
-            _watch_input_gradients(module, is_root=module is model)
+        # it is told now if the model has a hook that does it, and later if it gets one
+        if is_first(state.communicator) and callable(
+            getattr(type(module), _ENABLE_GRADIENTS, None)
+        ):
+            Override(module, _ENABLE_GRADIENTS, _enable_input_gradients)
+    if is_first(state.communicator):
+        _warn_of_input_gradients(model)
 
 
 def _generate(
@@ -555,16 +560,6 @@ def _report(model: nn.Module, root: LayerState, adapters: frozenset[int]) -> Non
             "tied (%s).",
             name, megabytes(own), megabytes(largest), listed,
         )  # fmt: skip
-
-
-def _watch_input_gradients(module: nn.Module, *, is_root: bool) -> None:
-    """Warns now if the whole model (`is_root`) has a hook that does it, and later when `module` is
-    told to put one there.
-    """
-    if is_root:
-        _warn_of_input_gradients(module)
-    if callable(getattr(type(module), _ENABLE_GRADIENTS, None)):
-        Override(module, _ENABLE_GRADIENTS, _enable_input_gradients)
 
 
 def _enable_input_gradients(module: nn.Module, enable: Callable[[], Any]) -> None:

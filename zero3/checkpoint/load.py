@@ -270,8 +270,13 @@ class _Loader:
             if self._weights and saved[name]["stored"]
         }
         with filling(self._model, contents.states, found.data, stored.values(), "load_checkpoint"):
-            self._fill_optimizer()
-            others = {n: self._other(found, n, contents.number) for n in contents.others}
+            if self._placing is not None:  # the new state, which the optimizer does not hold yet
+                for name, key, start, values in self._placing.targets:
+                    self._state[name, key].read(start or 0, values.view(-1))
+            others: dict[str, Tensor] = {}
+            for name in contents.others:  # this rank's own value, if there is one, or all ranks'
+                own = self._files.tensors.get(f"other:{contents.number}:{name}")
+                others[name] = (own or self._saved(found, name)).tensor()
             extra = decode(found.content["extra"], self._extra)
             extra_states = {
                 name: decode(value, self._extra)
@@ -288,12 +293,6 @@ class _Loader:
         for state in contents.states:
             saves_of(state).belong_to(run, number)  # later checkpoints belong to it too
         return extra
-
-    def _fill_optimizer(self) -> None:
-        """Fills the new state, which the optimizer does not hold yet."""
-        if self._placing is not None:
-            for name, key, start, values in self._placing.targets:
-                self._state[name, key].read(start or 0, values.view(-1))
 
     def _fill_chunks(
         self, found: Manifest, contents: Contents, stored: Mapping[str, ShardedParameter]
@@ -329,13 +328,6 @@ class _Loader:
         if (stored := self._files.tensors.get(f"extra:{number}")) is None:
             raise ValueError(f"there is no 'extra:{number}'")
         return stored.tensor()
-
-    def _other(self, found: Manifest, name: str, number: int) -> Tensor:
-        """This rank's own value of a buffer if the checkpoint holds one, and otherwise the value
-        that all ranks share.
-        """
-        own = self._files.tensors.get(f"other:{number}:{name}")
-        return (own or self._saved(found, name)).tensor()
 
     def _restore_random(self, found: Manifest, contents: Contents) -> None:
         prefix = f"random:{contents.number}:"

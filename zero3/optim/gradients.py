@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..access import agree_on_layers, used, used_together
-from ..comm.agreement import writing_at_end
+from ..access import used, used_together
+from ..comm.agreement import agree, writing_at_end
 from ..comm.communicator import is_first
 from ..core.chunk import Chunk
 from ..core.chunk_gradient import reduce_deferred
@@ -102,7 +102,7 @@ def full_gradients(model: nn.Module, *, writeback: bool = False) -> Iterator[dic
     states = used_together(model, "full_gradients")
     first, caller = states[0], f"full_gradients(writeback={writeback})"
     reduce_deferred(part.grad for part in parts_of(states))
-    agree_on_layers(states, caller)
+    agree(first, caller, [state.name_among_ranks for state in states])
     trainable = _trainable(model, states)
     present = bytes(_is_present(state, sharded) for _, state, sharded in trainable)
     everywhere = first.communicator.exchange(present, first.device) if trainable else []

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,20 +24,6 @@ ALLOWED = 0.02  # of what was planned
 # libraries work in.
 LOADED, LOADED_ON_DEVICE = 2**24, WORKSPACES[1]
 LOOKS_LESS = 8  # steps, after which less than was planned is worth a word
-
-
-class Counter(Protocol):
-    """Bytes that are allocated in the memory in which a model computes."""
-
-    keeps_peak: bool  # whether `peak` is a step's peak; otherwise it is what is allocated now
-
-    def now(self) -> int: ...
-
-    def peak(self) -> int: ...
-
-    def forget_peak(self) -> None: ...
-
-
 _MAPPED, _USED = 4, 7  # of these ten
 
 
@@ -89,7 +74,7 @@ class Watch:
         peak: int,
         after_forward: int,
         micro_batches: int,
-        counter: Counter | None = None,
+        counter: DeviceMemory | Heap | None = None,
     ) -> None:
         self._peak, self._after_forward, self._micro_batches = peak, after_forward, micro_batches
         first = states_of(model)[0]
