@@ -572,7 +572,8 @@ def _warn_of_input_gradients(model: nn.Module) -> None:
         module
         for each in model.modules()
         for module in {each, unwrapped(each)}
-        if _makes_require_grad(module)
+        for hook in module._forward_hooks.values()
+        if getattr(hook, "__name__", "") in _GRADIENT_HOOKS
     ]
     frozen = [
         module
@@ -588,12 +589,6 @@ def _warn_of_input_gradients(model: nn.Module) -> None:
             "use_reentrant=False.",
             type(model).__name__, _ENABLE_GRADIENTS,
         )  # fmt: skip
-
-
-def _makes_require_grad(module: nn.Module) -> bool:
-    return any(
-        getattr(hook, "__name__", "") in _GRADIENT_HOOKS for hook in module._forward_hooks.values()
-    )
 
 
 def _recomputes_reentrantly(module: nn.Module) -> bool:

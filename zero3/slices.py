@@ -5,7 +5,7 @@ of all ranks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -47,13 +47,7 @@ class ShardGradient(Tensor):
         return guarded
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if getattr(kind, "zero3_stands_in", False):
                 return NotImplemented  # torch asks the one that stands for other values

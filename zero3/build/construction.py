@@ -112,18 +112,13 @@ class _Examined:
     device: torch.device
     communicator: Communicator
     error: Exception | None
-    parameters: Sequence[ParameterSites]
-    ignored: Sequence[nn.Parameter]
-    formats: Mapping[str, Format]
-    buffers: Sequence[_Buffer]
-    lines: Sequence[str]
-    reads: bool
+    found: _Found
 
     @property
     def on_meta(self) -> dict[str, bool]:
         """The name of every parameter and buffer -> whether it is on the meta device."""
-        return {b.name: b.parameter.is_meta for b in self.parameters} | {
-            b.name: b.tensor.is_meta for b in self.buffers
+        return {b.name: b.parameter.is_meta for b in self.found.parameters} | {
+            b.name: b.tensor.is_meta for b in self.found.buffers
         }
 
     @property
@@ -136,8 +131,8 @@ class _Examined:
         if (directory := directory_of(policy)) is not None:
             nbytes, dealer = 0, self.request.dealer
             blocks = 1 if dealer is None else dealer.blocks(self.device)
-            for sites in self.parameters:
-                parameter, kind = sites.parameter, self.formats.get(sites.name)
+            for sites in self.found.parameters:
+                parameter, kind = sites.parameter, self.found.formats.get(sites.name)
                 most = Fraction(1)
                 if dealer is not None and "." not in sites.name:  # experts
                     most = Fraction(-(-len(parameter) // blocks) * blocks, len(parameter))
@@ -159,11 +154,13 @@ class _Examined:
         on meta, and whether a backward reads the parameters on any rank.
         """
         subject = "a new layer" if self.error is not None else f"a new layer ({self.label})"
-        flags = any(self.on_meta.values()) * _ON_META | self.reads * _READS
+        flags = any(self.on_meta.values()) * _ON_META | self.found.reads * _READS
         note = secrets.token_bytes(IDENTITY_BYTES) + bytes([flags])
         alone = self.request.label is None  # else `shard` has met for all of its layers
         with meeting(self.communicator, self.error) if alone else nullcontext():
-            notes = agree(self, subject, self.lines, self.error, note=note, caller="Zero3Layer")
+            notes = agree(
+                self, subject, self.found.lines, self.error, note=note, caller="Zero3Layer"
+            )
         first = notes[0]
         reads = any(each[IDENTITY_BYTES] & _READS for each in notes)
         return first[:IDENTITY_BYTES], bool(first[IDENTITY_BYTES] & _ON_META), reads
@@ -188,12 +185,12 @@ def agree_on(
     quantizing = [
         each for each in examined if error is None and each.request.policy.quantize is not None
     ]
-    if quantizing and not any(each.formats for each in quantizing):
-        parameters = [sites for each in quantizing for sites in each.parameters]
+    if quantizing and not any(each.found.formats for each in quantizing):
+        parameters = [sites for each in quantizing for sites in each.found.parameters]
         error = nothing_selected(
             f"this {type(requests[0].module).__name__}", quantizing[0].request.policy, parameters
         )
-    lines = [*more, *(f"{each.label}: {line}" for each in examined for line in each.lines)]
+    lines = [*more, *(f"{each.label}: {line}" for each in examined for line in each.found.lines)]
     with ExitStack() as held:  # until all ranks have looked: those of one host share a disk
         try:
             for each in examined if error is None else ():
@@ -257,7 +254,7 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
             name for name, empty in zip(examined.on_meta, empty_on_rank_0, strict=True) if empty
         }
     _add_chunks(state, examined, dealing or communicator, unloaded)
-    alone = [parameter for parameter in examined.ignored if mark_ignored(parameter, state)]
+    alone = [parameter for parameter in examined.found.ignored if mark_ignored(parameter, state)]
     mean = policy.gradient_reduction == "mean"
     state.gradients.leave_alone(
         IgnoredGradient(
@@ -265,10 +262,10 @@ def build_state(request: Request, is_layer: Callable[[nn.Module], bool]) -> Laye
         )
         for each in alone
     )
-    for buffer in examined.buffers:
+    for buffer in examined.found.buffers:
         buffer.broadcast(communicator, device, unloaded=buffer.name in unloaded)
     state.meta_buffers.extend(
-        (b.owner, b.attribute, b.name) for b in examined.buffers if b.tensor.is_meta
+        (b.owner, b.attribute, b.name) for b in examined.found.buffers if b.tensor.is_meta
     )
     return state
 
@@ -278,7 +275,9 @@ def _add_chunks(
 ) -> None:
     policy, device, label = examined.request.policy, examined.device, examined.label
     apart = isinstance(among, Dealing)
-    groups = chunk_groups(examined.parameters, examined.formats, policy, device, apart=apart)
+    groups = chunk_groups(
+        examined.found.parameters, examined.found.formats, policy, device, apart=apart
+    )
     for group, place in zip(groups, offloaded(groups, among, device, policy), strict=True):
         chunk, found = new_chunk(group, among, device, unloaded, policy, place)
         given = [sites.parameter for sites in found]  # the layer may put others in their places
@@ -342,7 +341,7 @@ def _examine(request: Request, is_layer: Callable[[nn.Module], bool]) -> _Examin
             found = _found_in(request, device, communicator, is_layer)
         except (TypeError, ValueError) as caught:
             error = caught
-    return _Examined(request, device, communicator, error, *found)
+    return _Examined(request, device, communicator, error, found)
 
 
 def _found_in(

@@ -10,7 +10,7 @@ replaced by the way in which they were made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -66,13 +66,7 @@ class _Quantized(Tensor):
     zero3_recipe: Recipe
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Function,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _COMPUTING:
             return _computed(func, args, kwargs)

@@ -9,7 +9,7 @@ Tensors without values record maps, through the operations with which transforme
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from itertools import pairwise
 from types import EllipsisType, MappingProxyType
@@ -256,13 +256,7 @@ class TracedTensor(Tensor):
     index_map: IndexMap[Any]
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, options = func.__name__, kwargs or {}
         if name in _SAME:
             return args[0]

@@ -62,10 +62,6 @@ class Row:
         self._kind, self.numel, self._size = kind, numel, block_size(kind)
         self.kernels = kernels
 
-    def use(self, kernels: Kernels) -> None:
-        """From now on it is encoded, and decoded, by them."""
-        self.kernels = kernels
-
     def encode(self, pieces: Sequence[Tensor], raw: Tensor, work: Workspace, key: int = 0) -> None:
         """Writes `pieces`, which side by side make the tensor, into the bytes `raw` `[nbytes]`.
         `key`: of the random numbers.
@@ -117,11 +113,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        kind: Format,
-        lengths: Sequence[int],
-        trailer: int = 0,
-        kernels: Kernels | None = None,
+        self, kind: Format, lengths: Sequence[int], trailer: int = 0, kernels: Kernels | None = None
     ) -> None:
         made = {length: Row(kind, length, kernels) for length in lengths}
         self._rows = [made[length] for length in lengths]
@@ -138,7 +130,7 @@ class Rows:
     def use(self, kernels: Kernels) -> None:
         """From now on rows are encoded, and decoded, by them."""
         for row in self._rows:
-            row.use(kernels)
+            row.kernels = kernels
 
     def __getitem__(self, rank: int) -> Row:
         return self._rows[rank]

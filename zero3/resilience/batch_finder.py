@@ -13,7 +13,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from ..access import used
-from ..comm.agreement import agree, agreeing
+from ..comm.agreement import agreeing
 from ..comm.communicator import is_first
 from ..comm.plain_values import integer
 from ..comm.streams import give_cache_back
@@ -63,8 +63,7 @@ class BatchFinder:
         self._states = used(model, "BatchFinder")
         why = "it drops what did not fit, as zero3.step_guard"
         with agreeing(self._states[0], "BatchFinder") as lines:
-            if (error := _mistake(batch_size)) is not None:
-                raise error
+            _check(batch_size)
             refuse_where_nothing_repeats(model, self._states, "BatchFinder", why)
             lines.append(f"batch_size: {batch_size}")
         self.model, self.batch_size = model, integer(batch_size)
@@ -97,22 +96,20 @@ class BatchFinder:
             )
         found = dict(_rows(batch, "batch"))
         numbers = set(found.values())
-        error = _mistake(self.batch_size)
-        if error is None and len(numbers) > 1:
-            told = ", ".join(f"{where}: {rows}" for where, rows in found.items())
-            error = ValueError(f"tensors of a batch have different numbers of rows ({told})")
-        elif error is None and not any(numbers):
-            error = ValueError("a batch without rows: every rank needs at least one")
-        lines = [f"rows: {numbers}", f"batch_size: {self.batch_size}"]
-        place = "the batch of BatchFinder.micro_batches"
-        agree(first, place, lines, error, caller="BatchFinder")
+        with agreeing(first, "the batch of BatchFinder.micro_batches", "BatchFinder") as lines:
+            lines += [f"rows: {numbers}", f"batch_size: {self.batch_size}"]
+            _check(self.batch_size)
+            if len(numbers) > 1:
+                told = ", ".join(f"{where}: {rows}" for where, rows in found.items())
+                raise ValueError(f"tensors of a batch have different numbers of rows ({told})")
+            if not any(numbers):
+                raise ValueError("a batch without rows: every rank needs at least one")
         return self._cut(batch, numbers.pop())
 
     def _cut(self, batch: Any, total: int) -> Iterator[MicroBatch]:
         done = 0
         while done < total:
-            if (error := _mistake(self.batch_size)) is not None:  # set meanwhile
-                raise error
+            _check(self.batch_size)  # it may have been set meanwhile
             rows = min(integer(self.batch_size) or total, total - done)
             rows = rows if knows_transfers(self.model, self._states) else 1
             micro = MicroBatch(self.model, _part(batch, done, done + rows), rows, rows / total)
@@ -190,14 +187,12 @@ class MicroBatch:
         return dropped
 
 
-def _mistake(batch_size: Any) -> Exception | None:
-    """What is wrong with a number of rows, if anything."""
+def _check(batch_size: Any) -> None:
     if batch_size is not None and integer(batch_size) is None:
         expected = "batch_size must be an integer of at least 1, or None"
-        return TypeError(f"{expected}, found {batch_size!r}")
+        raise TypeError(f"{expected}, found {batch_size!r}")
     if batch_size is not None and batch_size < 1:
-        return ValueError(f"batch_size must be at least 1, found {batch_size}")
-    return None
+        raise ValueError(f"batch_size must be at least 1, found {batch_size}")
 
 
 def _wants_memory(text: str) -> bool:

@@ -93,13 +93,10 @@ class Files:
         first, second, third = recent
         recent[:] = second, third, own
         if (previous := third()) is not None and isinstance(previous.store, Files):
-            previous.store.is_followed(first, second, own)
+            previous.store._followers[first, second] = own
         self.read_ahead(chunk.shard.data)
         if (follower := self._followers.get((second, third), _nobody)()) is not None:
             follower.store.read_ahead(follower.shard.data)  # type: ignore[attr-defined]
-
-    def is_followed(self, first: _Whom, second: _Whom, by: _Whom) -> None:
-        self._followers[first, second] = by
 
     def rest(self, values: Tensor) -> None:
         self._values.rest(values)

@@ -117,10 +117,6 @@ class Spread:
             own = None if gradient is None else self.cut(share, gradient)
             local.grad = own.clone() if copy and own is not None else own
 
-    def drop_gradient(self) -> None:
-        for local in self.own.values():
-            local.grad = None
-
     def bring_back(self) -> None:
         """Puts the parameter and its new values back, if other code has replaced its `.data`, or
         its layout there.

@@ -56,8 +56,8 @@ class Shards:
         those of `step()`.
         """
         step_locally(self.optimizer, loss, keywords)
-        for spread in spreads:
-            spread.drop_gradient()
+        for local in _own(spreads):
+            local.grad = None
         self.updates += 1
         if self.ranks.count > 1:
             changed = set(spreads)
