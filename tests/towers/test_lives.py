@@ -198,3 +198,33 @@ def test_drawn_lives(seed: int) -> None:
 def test_more_drawn_lives(seed: int) -> None:
     for number in range(25):
         check_life(drawn_life(1000 * seed + number))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_named_gradients_leave_out_a_tower_that_nobody_called_on_every_rank(ranks: int) -> None:
+    """A rank has no elements of most of its parameters, of which a call before has reached all but one."""
+    torch.manual_seed(0)
+    plain = seeing()
+    for tower in (plain.body.vision, plain.body.audio):
+        tower.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    copies = [copy.deepcopy(plain) for _ in range(ranks)]
+    life = TowersLife([[[V] + [NONE] * (ranks - 1)], [[NONE] * ranks], [[A] * ranks]])
+
+    def body(group: Any) -> list[list[str]]:
+        model = zero3.shard(copies[group.rank], [Block, nn.Embedding], optional=TOWERS, process_group=group)
+        seen = []
+        for step in range(len(life.calls)):
+            model(*batch(life, step, 0, group.rank)).square().sum().backward()
+            seen.append(list(zero3.named_gradients(model)))
+            for chunk in zero3.get_trainable_chunk(model):
+                chunk.grad = None
+        return seen
+
+    expected = []
+    for step in range(len(life.calls)):
+        for rank in range(ranks):
+            plain(*batch(life, step, 0, rank)).square().sum().backward()
+        expected.append([name for name, parameter in plain.named_parameters() if parameter.grad is not None])
+        plain.zero_grad()
+    for seen in run_ranks(ranks, body, 20):
+        assert seen == expected

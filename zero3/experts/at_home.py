@@ -25,7 +25,7 @@ from ..casting import cast
 from ..comm.errors import NamingFailures
 from ..comm.factory import Dealing
 from ..comm.log import Entry
-from ..core.autograd import inside_backward
+from ..core.autograd import checkpoint_around, inside_backward
 from ..core.layer_state import LayerState
 from .finding import count_of, cuts, inputs_of
 
@@ -131,6 +131,7 @@ class AtHome:
         )
         self._latest = 0, 0, 0, 0  # H, k, and the lengths of their elements
         self._crowded = False  # in a plan
+        self._recorded = False  # whether a backward comes to the call, also if it needs none here
 
     def serve(self, state: LayerState) -> None:
         """It is the call of this layer from now on."""
@@ -144,6 +145,12 @@ class AtHome:
     def expect(self, *, crowded: bool) -> None:
         """For plans: from now on tokens use all experts alike, or all ranks' come to this one."""
         self._crowded = crowded
+
+    def expect_backward(self, *, comes: bool) -> None:
+        """Before a call: whether backward comes to it on all ranks, also on those among which no
+        token needs a gradient.
+        """
+        self._recorded = comes
 
     def _layer(self) -> LayerState:
         if (state := self._state()) is None:
@@ -185,8 +192,14 @@ class AtHome:
         more: More,
     ) -> Tensor:
         hidden, index, weights = inputs
-        needs = torch.is_grad_enabled() and (
-            hidden.requires_grad or weights.requires_grad or bool(state.chunks.trainable())
+        needs = _is_recomputed() or (
+            torch.is_grad_enabled()
+            and (
+                self._recorded
+                or hidden.requires_grad
+                or weights.requires_grad
+                or bool(state.chunks.trainable())
+            )
         )
         route = self._find_route(state, inputs, needs=needs)
         anchor = hidden.new_empty(0, requires_grad=route.needed)
@@ -247,7 +260,9 @@ class AtHome:
             leave, rows = rows_of(sent), rows_of(came)
             source = goes.view(-1).nonzero_static(size=sum(leave)).squeeze(1) % max(1, tokens)
         here = sum(word >> _PAIRS & _MOST for word in came)
-        needed, widths = any(word >> _NEEDS for word in came), _widths(*self._latest)
+        told, widths = [word >> _NEEDS for word in came if word], _widths(*self._latest)
+        if (needed := any(told)) and not torch.is_grad_enabled() and not all(told):
+            raise _some_recompute(state)
         route = Route(self, source, leave, rows, sent, widths, here, needed, call)
         if call >= 0 and not inside_backward():
             self._calls(state)[call] = _GuardedCall(route, index)
@@ -389,6 +404,23 @@ def _refuse_tensors(state: LayerState, more: More) -> None:
                 "tensor travels with the tokens. Make it a parameter or a plain number, or gather "
                 "these experts"
             )
+
+
+def _is_recomputed() -> bool:
+    """Whether a reentrant checkpoint is around this call, and recomputes it in backward."""
+    if torch.is_grad_enabled() or inside_backward():
+        return False
+    return any(getattr(checkpoint_around(), "needs_input_grad", ()))
+
+
+def _some_recompute(state: LayerState) -> ValueError:
+    return ValueError(
+        f"rank {state.communicator.rank}: layer {state.label} (experts, with expert_parallel=True) "
+        "is called in a reentrant checkpoint whose inputs need gradients on some ranks alone. "
+        "These recompute it in backward, and would wait for the others there. Give the checkpoint "
+        "use_reentrant=False, or let its inputs need gradients on every rank (as "
+        "enable_input_require_grads() of transformers does)"
+    )
 
 
 def rows_of(words: Sequence[int]) -> list[int]:

@@ -145,11 +145,14 @@ def _is_reached(state: LayerState, sharded: ShardedParameter) -> bool:
     """Whether a backward has reached it, as far as this rank can tell: it may have nothing that
     trains.
     """
-    unreached = state.gradients.accounts[sharded.chunk].unreached.slots
+    chunk = sharded.chunk
+    unreached = state.gradients.accounts[chunk].unreached.slots
     if sharded.index in unreached:
         return False
     trained, backward = state.chunks.trainable(), state.gradients.backward()
-    if unreached and backward is not None:  # by itself, what this rank has of the layer may be none
+    absent = {chunk.layout.slots[index] for index in unreached}
+    if absent and backward is not None and all(piece.slot in absent for piece in chunk.pieces):
+        # what this rank has of the chunk may be none, and has no gradient of its own
         trained = [part for part in parts_of(backward.layers) if part.requires_grad]
     return not trained or any(parameter.grad is not None for parameter in trained)
 

@@ -28,6 +28,7 @@ from ..core.autograd import checkpoint_around, tensors_in
 from ..core.layer_state import LayerState
 from ..core.runtime import Runtime
 from ..core.schedule import ForwardOrder, LearnedOrder, Passes
+from ..experts.at_home import AtHome
 from ..layer import states_in
 from ..stages.dynamic import Event
 
@@ -318,6 +319,8 @@ class Gates:
             self._come_to_checkpoint(same=(same := self._is_same_checkpoint))
             if same:  # on all ranks
                 self._passes.unite(self._pass.since)
+            if isinstance(state.call, AtHome) and torch.is_grad_enabled():
+                state.call.expect_backward(comes=self._pass.recorded)
             return self._trunk.enter(state, passes)
         event = Event(state, begins=True)
         before, call.checkpoint = call.checkpoint, self._checkpoint
