@@ -120,8 +120,8 @@ FAULTS = [
     Fault(
         "a buffer is given back while it is filled",
         "core/chunk.py",
-        "    def release(self) -> None:\n        self.finish_fetch()\n",
-        "    def release(self) -> None:\n        self.gathering.ticket = None\n",
+        "        if self.gathering.ticket is not None or self.gathering.room is not None:\n            self.finish_fetch()\n",
+        "        self.gathering.ticket = None\n",
         "memory_after_another_path",
     ),
     Fault(
