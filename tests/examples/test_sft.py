@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -19,6 +20,8 @@ trl = pytest.importorskip("trl", reason="the example's packages are not installe
 datasets = pytest.importorskip("datasets")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from zero3.integrations.transformers import Zero3Trainer  # noqa: E402
 
 EXAMPLE = ROOT / "examples" / "sft.py"
 FEW = ["--device", "cpu", "--steps", 4, "--every", 2, "--samples", 1, "--batch-size", 2, "--patience", 3]
@@ -65,6 +68,15 @@ def test_sft_goes_on_with_another_number_of_processes(small: tuple[Path, str]) -
     longer = ["--device", "cpu", "--steps", 6, "--every", 2, "--samples", 1, "--batch-size", 4, "--patience", 3, "--offload", directory]
     printed = printed_by(sys.executable, EXAMPLE, *longer, "--output", directory, "--resume")
     assert re.search(r"held-out loss: [\d.]+ after 6 steps", printed), printed
+
+
+def test_methods_that_a_trainer_of_an_example_replaces_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nobody calls them."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    module = importlib.import_module("finetuning.fast")
+    own = {name for name, value in vars(module.GoesOn).items() if callable(value)} - {"train_from"}
+    assert len(own) > 3
+    assert [name for name in own if not hasattr(Zero3Trainer, name)] == []
 
 
 @pytest.mark.slow

@@ -298,7 +298,7 @@ class Zero3Mixin(_Base):
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = self._newest_whole_checkpoint()
             elif resume_from_checkpoint:
-                checkpoints.check(Path(resume_from_checkpoint), self.args.device)
+                self._check(Path(resume_from_checkpoint))
                 values = {"resume_from_checkpoint": checkpoints.step_of(resume_from_checkpoint)}
                 what = "the step that they go on from"
                 check_alike(self.args.device, what, values, "train")
@@ -540,7 +540,7 @@ class Zero3Mixin(_Base):
         broken: list[str] = []
         for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
             try:
-                checkpoints.check(path, self.args.device)
+                self._check(path)
             except ValueError as error:
                 broken.append(str(error))
                 warnings.warn(
@@ -553,6 +553,10 @@ class Zero3Mixin(_Base):
                 f"no checkpoint in {self.args.output_dir} is whole: {'; '.join(broken)}"
             )
         return True
+
+    def _check(self, checkpoint: Path) -> None:
+        """A trainer that goes on from other checkpoints has its own (examples/finetuning)."""
+        checkpoints.check(checkpoint, self.args.device)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[no-any-return]
