@@ -125,6 +125,11 @@ MISTAKES = {
         "TypeError",
         ("item 1", "Linear", "expected a Zero3Layer", "Zero3Layer\\(module\\)"),
     ),
+    "no module among layers": Mistake(
+        lambda wrong, rank, m: Zero3Sequential([_layer(), 5 if wrong else _layer()]),
+        "TypeError",
+        ("item 1 is a int", "expected a Zero3Layer"),
+    ),
     "bare modules only": Mistake(lambda wrong, rank, m: Zero3Sequential([m if wrong else _layer()]), "TypeError", ("item 0", "Linear")),
     "no iterable": Mistake(lambda wrong, rank, m: Zero3Sequential(m if wrong else [_layer()]), "TypeError", ("modules", "Linear")),
 }

@@ -68,6 +68,37 @@ def test_a_tower_trains_under_frozen_experts_though_some_replicas_see_nothing(re
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("checkpoints", ["", "not reentrant"])
+def test_a_backward_comes_after_the_forward_of_another_batch(checkpoints: str, order: list[int]) -> None:
+    """One replica recomputes a batch without an image, since the other has seen one. In the batch after it nobody has."""
+    calls = [(True, False, False, False), (False,) * 4]
+    plain = seeing("vision", checkpoints)
+    copies = [copy.deepcopy(plain) for _ in range(4)]
+
+    def differentiate(model: nn.Module, rank: int) -> None:
+        losses = [model(tokens(rank, 4 * step + 4), calls[step][rank]).square().sum() for step in (0, 1)]
+        for loss in (losses[step] for step in order):
+            if loss.requires_grad:
+                loss.backward()
+
+    def body(group: Any) -> dict[str, Tensor]:
+        policy = zero3.ShardingPolicy(expert_parallel=True)
+        model = zero3.shard(copies[group.rank], [Block], optional="vision", policy=policy, process_group=group)
+        for _ in range(2):  # in the second step ranks compare the transfers of the first
+            model.zero_grad()
+            differentiate(model, group.rank)
+        with zero3.full_gradients(model) as gradients:
+            return {name: gradient.clone() for name, gradient in gradients.items()}
+
+    found = run_mesh(2, 2, body, 20)
+    for rank in range(4):
+        differentiate(plain, rank)
+    expected = {name: parameter.grad / 4 for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    for gradients in found:
+        torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_that_some_ranks_recompute_is_an_error_on_all_at_once() -> None:
     plain = seeing("vision", "reentrant")

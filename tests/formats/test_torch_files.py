@@ -91,6 +91,19 @@ def test_views_that_stand_for_other_numbers_than_they_store(part: str, tmp_path:
         read(tmp_path / "file")
 
 
+def test_a_tensor_that_says_nothing_beside_its_place(tmp_path: Path) -> None:
+    """As tensors of the first versions of torch, which have no hooks either."""
+    values = torch.arange(6.0).view(2, 3)
+
+    class Early:
+        def __reduce__(self) -> Any:
+            storage = torch.storage.TypedStorage(wrap_storage=values.untyped_storage(), dtype=values.dtype, _internal=True)
+            return torch._utils._rebuild_tensor, (storage, 0, (2, 3), (3, 1))
+
+    torch.save({"a": Early()}, tmp_path / "file")
+    assert_same(read(tmp_path / "file"), {"a": values})
+
+
 def test_a_tie_in_a_file_is_one(tmp_path: Path) -> None:
     shared = torch.ones(3)
     torch.save({"a": shared, "b": shared.clone(), "c": shared}, tmp_path / "file")

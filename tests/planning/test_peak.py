@@ -122,6 +122,32 @@ def test_plan_counts_tensors_that_modules_hold_beside_their_parameters(where: st
     assert plan.by_cause["chunks"] > 4000 * model.config.hidden_size * 4
 
 
+def _holding_itself(table: Tensor) -> list[Any]:
+    held: list[Any] = [table]
+    held.append(held)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("held", "tables"),
+    [
+        (lambda table: [table, {"again": table}, (table[1:],), table.t()], 1),
+        (lambda table: list(table.split(100)), 1),
+        (lambda table: table[:1].expand(4000, -1), 1),
+        (lambda table: torch.zeros(1, 1).expand(10**6, 10**3), 0),
+        (_holding_itself, 1),
+        (lambda table: table.to_sparse(), 0),
+        (lambda table: [table.to_sparse()], 0),
+    ],
+    ids=["several times", "in pieces", "a part", "expanded", "in a list that holds itself", "sparse", "sparse in a list"],
+)
+def test_what_modules_hold_takes_the_memory_that_it_takes(held: Callable[[Tensor], Any], tables: int) -> None:
+    model, table = model_of(Case()), torch.ones(4000, 8)
+    before = zero3.plan(model, ranks=2).by_cause["chunks"]
+    model.held = held(table)
+    assert zero3.plan(model, ranks=2).by_cause["chunks"] == pytest.approx(before + tables * table.nbytes, abs=512)
+
+
 def test_plan_of_quantised_experts_at_home() -> None:
     """Chunks are as large as without, but for the tables of NF4 (69 kB) of more layers. Nothing of experts is gathered."""
     lora = LoraConfig(r=2, target_modules=["q_proj"])

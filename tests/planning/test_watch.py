@@ -88,6 +88,15 @@ def test_watch_counts_what_modules_hold_beside_their_parameters() -> None:
     assert steps(model, 20) == []
 
 
+def test_watch_counts_the_memory_of_views_once() -> None:
+    """They, and sparse tensors, are no memory of their own."""
+    model, table = model_of_one_layer(), torch.empty(2**26, dtype=torch.uint8)
+    model.held = [table, table[1:], *table.split(2**20), torch.zeros(1, 1).expand(10**6, 10**3), torch.ones(3).to_sparse()]
+    planned = 2 * table.nbytes
+    Watch(model, planned, planned, 1, Told(others=12345 + table.nbytes, found=planned - table.nbytes))
+    assert steps(model, 20) == []
+
+
 def test_watch_looks_at_peaks_of_steps_of_training_alone() -> None:
     """Rarely, as no peak is lost; after the first step, whose loading may have taken more; not at each micro-batch, not in eval."""
     model, counter = model_of_one_layer(), Told(found=PLANNED)

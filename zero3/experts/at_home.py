@@ -132,6 +132,8 @@ class AtHome:
         self._latest = 0, 0, 0, 0  # H, k, and the lengths of their elements
         self._crowded = False  # in a plan
         self._recorded = False  # whether a backward comes to the call, also if it needs none here
+        # the nodes of such calls: their backward may recompute them, after other calls
+        self._expected = weakref.WeakSet[Any]()
 
     def serve(self, state: LayerState) -> None:
         """It is the call of this layer from now on."""
@@ -195,7 +197,7 @@ class AtHome:
         needs = _is_recomputed() or (
             torch.is_grad_enabled()
             and (
-                self._recorded
+                (bool(self._expected) if inside_backward() else self._recorded)
                 or hidden.requires_grad
                 or weights.requires_grad
                 or bool(state.chunks.trainable())
@@ -205,6 +207,8 @@ class AtHome:
         anchor = hidden.new_empty(0, requires_grad=route.needed)
         sent = hidden, weights, index.to(torch.int32)
         rows, weight, number = _There.apply(*sent, anchor, route)  # type: ignore[no-untyped-call]
+        if self._recorded and rows.grad_fn is not None and not inside_backward():
+            self._expected.add(rows.grad_fn)
         held = (number >= self.first) & (number < self.end)
         # a rank that answers without computing sends zeros: then the micro-batch is dropped anyway
         pairs = held.view(-1).nonzero_static(size=route.pairs, fill_value=0).squeeze(1)

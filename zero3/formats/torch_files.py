@@ -135,7 +135,7 @@ class TorchFile:
         if name.startswith("torch._utils._rebuild_tensor"):
             storage, offset, shape, strides, *more = arguments
             # of a view such as `tensor.conj()`, whose storage holds other numbers
-            if isinstance(more[-1], dict) and {"conj", "neg"} & {*more[-1]}:
+            if more and isinstance(more[-1], dict) and {"conj", "neg"} & {*more[-1]}:
                 raise ValueError(
                     f"a tensor {shape} whose storage holds the conjugate or the negative of it: "
                     "save tensor.resolve_conj().resolve_neg()"

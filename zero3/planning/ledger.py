@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +123,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note(self, tensor: Tensor, cause: str | None = None) -> None:
         """Writes down the tensor's storage. `cause`: its cause from now on."""
         self._see_what_was_resized()
+        if tensor.layout not in (torch.strided, torch.jagged):  # sparse tensors have no storage
+            return
         storage = tensor.untyped_storage()
         address, size = storage._cdata, -(-storage.nbytes() // self._unit) * self._unit
         held = self._held.get(address)
@@ -196,6 +198,37 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def tensors_in(held: Any) -> list[Tensor]:
     """In records and sequences, and in the attributes of what stands there (a `Workspace`)."""
-    leaves = tree_leaves(held)
+    seen: dict[int, Any] = {}  # lists may hold themselves
+
+    def is_known(each: Any) -> bool:
+        known = id(each) in seen
+        seen[id(each)] = each
+        return known
+
+    leaves = tree_leaves(held, is_leaf=is_known)
     inner = [value for leaf in leaves for value in getattr(leaf, "__dict__", {}).values()]
     return [each for each in (*leaves, *inner) if isinstance(each, Tensor)]
+
+
+def share_memory(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Of each pair, a tensor and an empty one on meta: the second takes the memory that the first
+    takes, so those of views share theirs.
+    """
+    memory: dict[int, torch.UntypedStorage] = {}
+    for tensor, empty in pairs:
+        if type(tensor) is Tensor and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            whole = empty.new_empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+            shared = memory.setdefault(storage._cdata, whole)
+            empty.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """The bytes that tensors take together. Views take no memory of their own."""
+    sizes, limits = Counter[int](), dict[int, int]()
+    dense = (tensor for tensor in tensors if tensor.layout == torch.strided)
+    for tensor in {tensor.data_ptr(): tensor for tensor in dense}.values():
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] += tensor.nbytes
+        limits[storage._cdata] = storage.nbytes()
+    return sum(min(size, limits[address]) for address, size in sizes.items())

@@ -23,7 +23,7 @@ from ..guards.module_overrides import Override
 from ..quantized.configured import configured_in
 from ..sequences.causal_lm import causal_lm_loss
 from ..sequences.tiles import Tiled
-from .ledger import tensors_in
+from .ledger import share_memory, tensors_in
 from .pictures import words_alone
 
 __all__: list[str] = []
@@ -77,11 +77,13 @@ def on_paper(
 def _without_values(model: nn.Module) -> nn.Module:
     """A copy with every tensor on meta; what is tied in the model is tied in the copy."""
     tensors: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers(), *tensors_beside(model)]:
+    beside = tensors_beside(model)
+    for tensor in [*model.parameters(), *model.buffers(), *beside]:
         empty = torch.empty_like(tensor, device="meta")
         tensors[id(tensor)] = (
             nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         )
+    share_memory([(view, tensors[id(view)]) for view in beside])
     return copy.deepcopy(model, tensors)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..access import states_of
 from ..comm.streams import DeviceMemory, has_streams
 from ..core.layer_state import chunks_of
+from .ledger import nbytes_of
 from .models import tensors_beside
 from .setup import WORKSPACES
 from .units import gib
@@ -141,5 +142,4 @@ def _held_by(model: nn.Module, device: torch.device) -> int:
     beside = (each for each in tensors_beside(model) if not isinstance(each, nn.Parameter))
     every = (*model.parameters(), *model.buffers(), *beside)
     own = (tensor for tensor in every if id(tensor) not in away)
-    tensors = [tensor for tensor in own if tensor.device == device]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    return nbytes_of(tensor for tensor in own if tensor.device == device)
