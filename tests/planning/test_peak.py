@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import zero3
@@ -138,8 +139,18 @@ def _holding_itself(table: Tensor) -> list[Any]:
         (_holding_itself, 1),
         (lambda table: table.to_sparse(), 0),
         (lambda table: [table.to_sparse()], 0),
+        (lambda table: [TwoTensor(table, table)], 0),
     ],
-    ids=["several times", "in pieces", "a part", "expanded", "in a list that holds itself", "sparse", "sparse in a list"],
+    ids=[
+        "several times",
+        "in pieces",
+        "a part",
+        "expanded",
+        "in a list that holds itself",
+        "sparse",
+        "sparse in a list",
+        "of another class",
+    ],
 )
 def test_what_modules_hold_takes_the_memory_that_it_takes(held: Callable[[Tensor], Any], tables: int) -> None:
     model, table = model_of(Case()), torch.ones(4000, 8)

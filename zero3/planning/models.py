@@ -88,10 +88,13 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def tensors_beside(model: nn.Module) -> list[Tensor]:
-    """The tensors that modules hold beside parameters and buffers, in lists and dicts too."""
+    """The tensors that modules hold beside parameters and buffers, in lists and dicts too.
+    Quantised ones, and those of other classes, are left out.
+    """
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     held = (tensor for module in model.modules() for tensor in tensors_in(vars(module)))
-    return [tensor for tensor in held if id(tensor) not in own]
+    plain = (t for t in held if type(t) in (Tensor, nn.Parameter) and not t.is_quantized)
+    return [each for each in plain if id(each) not in own]
 
 
 def _from_config(directory: Path, dtype: torch.dtype | None, sees: bool) -> nn.Module:
