@@ -139,7 +139,7 @@ def _holding_itself(table: Tensor) -> list[Any]:
         (_holding_itself, 1),
         (lambda table: table.to_sparse(), 0),
         (lambda table: [table.to_sparse()], 0),
-        (lambda table: [TwoTensor(table, table)], 0),
+        (lambda table: [TwoTensor(table, table)], 1),
     ],
     ids=[
         "several times",

@@ -89,7 +89,7 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 def tensors_beside(model: nn.Module) -> list[Tensor]:
     """The tensors that modules hold beside parameters and buffers, in lists and dicts too.
-    Quantised ones, and those of other classes, are left out.
+    Quantised ones are left out, and of other classes what their attributes hold is counted.
     """
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     held = (tensor for module in model.modules() for tensor in tensors_in(vars(module)))
