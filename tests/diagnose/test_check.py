@@ -134,6 +134,12 @@ def test_check_compares_imaginary_parts() -> None:
         assert [report.first for report in run_ranks(2, body)] == ["weight", "weight"]
 
 
+def test_the_worst_is_a_part_of_the_largest_expected() -> None:
+    gradients, zero = {"a": torch.tensor([-4.0, 1.0])}, {"a": torch.zeros(1)}
+    found = {"gradient": {"a": torch.tensor([-4.0, 3.0])}, "value after the step": zero}
+    assert checking._compared({"gradient": gradients, "value after the step": zero}, found, 1e-3).worst == 2.0 / 4.0
+
+
 def test_the_worst_of_several_is_none_where_one_is_no_number() -> None:
     def worst(*gradients: float) -> float:
         found = {str(n): torch.tensor([each]) for n, each in enumerate(gradients)}
@@ -193,6 +199,7 @@ def test_a_difference_is_how_far_apart_values_are() -> None:
     for found, expected, largest, scale in (
         ([1.5, -2.0], [1.0, -2.25], 0.5, 2.25),
         ([nan, inf, 1.0], [nan, inf, 1.0], 0.0, 1.0),
+        ([inf, 0.5], [inf, 0.25], 0.25, 0.25),
         ([], [], 0.0, 0.0),
     ):
         difference = checking._difference(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero3
 from tests.support.footprint import LAYERS, Formula, make
-from tests.support.inside import held_bytes
+from tests.support.inside import accounts_of, chunks_of, held_bytes, most_of_gradients
 from tests.support.live import LiveBytes, LonelyCommunicator
 from tests.support.models import WORLDS
 from tests.support.stacks import Block, Stack
@@ -72,21 +72,26 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("around", ["a root", "a layer of its own", "nothing"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_full_parameters_are_the_most_that_a_step_holds(policy: str, around: str) -> None:
-    """Of blocks of one size, of which one is frozen."""
-    group, chosen = LonelyCommunicator(2), ShardingPolicy(**POLICIES[policy])
-    blocks = [Block(7) for _ in range(5)]
+AROUND = pytest.mark.parametrize("around", ["a root", "a layer of its own", "nothing"])
+
+
+def blocks_with(around: str, chosen: ShardingPolicy) -> tuple[nn.Module, Tensor]:
+    """Blocks of one size, of which one is frozen, and inputs."""
+    group, blocks = LonelyCommunicator(2), [Block(7) for _ in range(5)]
     blocks[2].requires_grad_(False)
     if around == "a root":
         model: nn.Module = zero3.shard(Stack(*blocks, words=8), Block, process_group=group, policy=chosen)
-    else:
-        layers: list[nn.Module] = [Zero3Layer(block, process_group=group, policy=chosen) for block in blocks]
-        model = zero3.Zero3Sequential(layers)
-        if around == "a layer of its own":
-            model = Zero3Layer(nn.Sequential(*layers, nn.Linear(5, 5)), process_group=group, policy=chosen)
-    inputs = torch.ones(2, 3, dtype=torch.int64) if around == "a root" else torch.ones(2, 5)
+        return model, torch.ones(2, 3, dtype=torch.int64)
+    layers: list[nn.Module] = [Zero3Layer(block, process_group=group, policy=chosen) for block in blocks]
+    if around == "nothing":
+        return zero3.Zero3Sequential(layers), torch.ones(2, 5)
+    return Zero3Layer(nn.Sequential(*layers, nn.Linear(5, 5)), process_group=group, policy=chosen), torch.ones(2, 5)
+
+
+@AROUND
+@pytest.mark.parametrize("policy", POLICIES)
+def test_full_parameters_are_the_most_that_a_step_holds(policy: str, around: str) -> None:
+    model, inputs = blocks_with(around, ShardingPolicy(**POLICIES[policy]))
     told, most = zero3.report(model).full_parameters, 0
 
     def look() -> None:
@@ -98,7 +103,53 @@ def test_full_parameters_are_the_most_that_a_step_holds(policy: str, around: str
         for _ in range(2):
             model(inputs).sum().backward()
     assert zero3.report(model).full_parameters == told
-    assert told == most if "resident" not in policy else most <= told <= most + 2 * 4 * 82
+    assert told == most if "resident" not in policy else most <= told <= most + 4 * 82
+
+
+def test_full_parameters_that_all_stay_are_counted_once() -> None:
+    chosen = ShardingPolicy(resident_bytes=10**6)
+    blocks = [Zero3Layer(Block(7).requires_grad_(False), process_group=LonelyCommunicator(2), policy=chosen) for _ in range(5)]
+    model = zero3.Zero3Sequential(blocks)
+    model(torch.ones(2, 5))
+    assert zero3.report(model).full_parameters == sum(held_bytes(model).values()) == 5 * 4 * 82
+
+
+def test_frozen_parameters_that_are_their_chunk_are_no_full_parameters_beside_others() -> None:
+    """On one rank, in the dtype that computes."""
+    chosen, most = ShardingPolicy(param_dtype=torch.bfloat16, resident_bytes=10**6), 0
+    blocks = [Block(7), Block(7), Block(70).to(torch.bfloat16).requires_grad_(False), Block(7)]
+    model = zero3.Zero3Sequential([Zero3Layer(block, policy=chosen) for block in blocks])
+    chunks = [chunk for chunk in chunks_of(model) if chunk.shard.requires_grad]
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, sum(chunk.full.tensor.untyped_storage().nbytes() for chunk in chunks))
+
+    with LiveBytes() as live:
+        live.at_every_operation = look
+        model(torch.ones(2, 5)).sum().backward()
+    assert zero3.report(model).full_parameters == most == 2 * 2 * 82
+
+
+@AROUND
+@pytest.mark.parametrize("policy", POLICIES)
+def test_full_gradients_are_the_most_that_a_step_holds(policy: str, around: str) -> None:
+    """But for the trailers of those on their way: for each of a block's 4 parameters and each rank an element."""
+    chosen = ShardingPolicy(**POLICIES[policy])
+    model, inputs = blocks_with(around, chosen)
+    ahead, itemsize = max(chosen.prefetch_depth, 1), (chosen.param_dtype or torch.float32).itemsize
+    with most_of_gradients(model) as most:
+        model(inputs).sum().backward()
+    assert zero3.report(model).full_gradients == max(most) - ahead * 2 * 4 * itemsize
+
+
+@AROUND
+def test_full_gradients_that_are_kept_are_those_of_all_layers(around: str) -> None:
+    model, inputs = blocks_with(around, ShardingPolicy(stage=1))
+    model(inputs).sum().backward()
+    kept = [(account.chunk, tensor) for account in accounts_of(model) for tensor in account.held]
+    trailers = sum(2 * len(chunk.layout.slots) * 4 for chunk, _ in kept)
+    assert zero3.report(model).full_gradients == sum(tensor.nbytes for _, tensor in kept) - trailers
 
 
 def test_report_of_lone_layers_has_no_root() -> None:

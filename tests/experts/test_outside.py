@@ -45,6 +45,19 @@ def test_checkpoints_load_with_the_option_and_without(other: bool, tmp_path: Any
     run_ranks(2, body)
 
 
+def test_a_profile_counts_experts_that_full_params_brings_together() -> None:
+    def body(group: Any) -> tuple[int, int]:
+        model = Training(group, HOME).model
+        group.log.clear()
+        with zero3.profile(model) as found, zero3.full_params(model):
+            pass
+        gathers = [each for each in group.log if each.kind == "all_gather"]
+        return found.nbytes, sum(each.numel * each.dtype.itemsize for each in gathers)
+
+    (told, moved), (other, _) = run_ranks(2, body)
+    assert told < other and told + other == moved, "the first has 3 of 5 experts"
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 1)])
 def test_checkpoints_load_on_another_number_of_ranks(saved: int, loaded: int, tmp_path: Any) -> None:
     """Three ranks have 2, 2 and 1 experts, two have 3 and 2."""

@@ -48,6 +48,7 @@ def test_a_tower_trains_under_frozen_experts_though_some_replicas_see_nothing(re
         optimizer = torch.optim.AdamW(zero3.get_trainable_chunk(model), 0.02, weight_decay=0.1)
         for step, sees in enumerate(CALLS):
             loss = model(data[step][group.rank], sees[group.rank]).square().sum()
+            assert loss.requires_grad == (any(sees) or trains != "vision"), "on all ranks, if on one"
             if loss.requires_grad:
                 loss.backward()
             optimizer.step()
@@ -118,3 +119,23 @@ def test_a_reentrant_checkpoint_that_some_ranks_recompute_is_an_error_on_all_at_
     for name in ("vision.weight", "vision.bias"):
         joined = torch.cat([each[name] for each in gradients])
         torch.testing.assert_close(joined, plain.get_parameter(name).grad.flatten(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_inputs_of_frozen_experts_may_need_gradients_on_some_ranks_alone(weights: bool) -> None:
+    """Hidden states, and weights or not."""
+    plain = made().requires_grad_(False)
+    for block in plain.blocks if not weights else ():
+        block.router.register_forward_hook(lambda router, args, scores: scores.detach())
+    copies = [copy.deepcopy(plain) for _ in range(3)]
+
+    def body(group: Any) -> Tensor | None:
+        model = zero3.shard(copies[group.rank], [Block], policy=zero3.ShardingPolicy(expert_parallel=True), process_group=group)
+        x = tokens(group.rank, 4).requires_grad_(group.rank == 1)
+        model(x).square().sum().backward()
+        return x.grad
+
+    found = run_ranks(3, body, 20)
+    plain(x := tokens(1, 4).requires_grad_()).square().sum().backward()
+    assert found[0] is found[2] is None
+    torch.testing.assert_close(found[1], x.grad, rtol=1e-9, atol=1e-9)

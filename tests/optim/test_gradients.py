@@ -56,6 +56,18 @@ def test_named_gradients_join_to_the_whole(world_size: int, way: str) -> None:
     assert_close(joined, {name: value.flatten() for name, value in expected.items()}, TOLERANCE, "named_gradients")
 
 
+def test_full_gradients_of_other_layers_on_another_rank_are_an_error_on_all() -> None:
+    models = [stack() for _ in range(2)]
+
+    def body(group: ThreadCommunicator) -> None:
+        model = zero3.shard(models[group.rank], process_group=group)
+        train(model, Turn(0, 0, 1))
+        with pytest.raises(ValueError, match="ranks differ in full_gradients"):
+            whole(model.blocks[group.rank])
+
+    run_ranks(2, body)
+
+
 def scaled(gradients: dict[str, Tensor]) -> None:
     """Another factor for each parameter, from what only the whole one tells."""
     for gradient in gradients.values():

@@ -5,10 +5,13 @@ What a public name tells has no function here: `parameters()` lists the chunks' 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 from zero3 import access
@@ -70,6 +73,29 @@ def changed_gradients(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]
 
     with mock.patch.object(Account, "add", add):
         yield
+
+
+@contextmanager
+def most_of_gradients(model: nn.Module) -> Iterator[list[int]]:
+    """Gives bytes of all full gradients, kept and on their way, whenever one begins its way. Until it is copied, it is there twice."""
+    on_their_way: list[weakref.ref[torch.UntypedStorage]] = []
+    found: list[int] = []
+    real = Account.take_room
+
+    def held() -> int:
+        kept = [tensor.untyped_storage() for account in accounts_of(model) for tensor in account.held]
+        gone = [storage for each in on_their_way if (storage := each()) is not None]
+        return sum({storage._cdata: storage.nbytes() for storage in (*kept, *gone)}.values())
+
+    def take_room(self: Account, group: Any) -> Any:
+        before, gradient = held(), real(self, group)
+        assert gradient.full is not None, "it is copied"
+        on_their_way.append(weakref.ref(gradient.full.untyped_storage()))
+        found.extend((before + gradient.full.untyped_storage().nbytes(), held()))
+        return gradient
+
+    with mock.patch.object(Account, "take_room", take_room):
+        yield found
 
 
 def reduce_now(state: LayerState, chunk: Chunk) -> None:
