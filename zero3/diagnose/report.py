@@ -51,7 +51,9 @@ class Report:
             `full_parameters` of them at once.
         full_parameters: The most bytes of full buffers that a step may hold at once, the root's
             own among them. It assumes that the largest layers follow each other.
-        full_gradients: The most bytes of full gradients that a step may hold at once.
+        full_gradients: The most bytes of full gradients that a step may hold at once. Where they
+            travel from one buffer (NCCL, `stage=1`), those of the layer that is copied into it are
+            there twice for a moment: docs/memory.md has them as `P_i`.
         transfers: What travels rounded to a format, and whether that is a bias: a text for each
             kind of transfer. Empty if all is exact.
         policies: The distinct policies, as text.
